@@ -32,7 +32,7 @@ def make_fit_check(chat: ChatFormat, config: SFTConfig) -> FitCheck[Example]:
         ]
         return [RowFit(len(row) > limit, row.head(limit).num_targets) for row in full]
 
-    return FitCheck(fit, end="end", empty="have nothing left to train on")
+    return FitCheck(fit, lost_side="end", empty="have nothing left to train on")
 
 
 def split_rows(rows: Sequence[Encoded], config: SFTConfig) -> list[TokenBatch]:

@@ -120,7 +120,7 @@ class Objective(ABC):
             ]
 
         name = "pairs" if self.labels.kind == "pairs" else "rows"
-        return FitCheck(fit, end="beginning", empty="have equal responses", rows=name)
+        return FitCheck(fit, lost_side="beginning", empty="have equal responses", rows=name)
 
     def encode(
         self, examples: Sequence[Example], chat: ChatFormat, config: RewardConfig
@@ -266,7 +266,7 @@ class StepObjective(Objective):
                 for row, rest in zip(full, truncated, strict=True)
             ]
 
-        return FitCheck(fit, end="beginning", empty="have no labeled step")
+        return FitCheck(fit, lost_side="beginning", empty="have no labeled step")
 
     def encode(
         self, examples: Sequence[Example], chat: ChatFormat, config: RewardConfig

@@ -66,16 +66,14 @@ class TokenBatch:
     @cached_property
     def before_targets(self) -> Int[Tensor, " K"]:
         """Index of the token before each target."""
+        if not self.continues:
+            return self.targets - 1
         before = torch.arange(-1, self.num_tokens - 1)
         ends = torch.tensor(self.lengths).cumsum(0)
         for index, continued in enumerate(self.continues):
             if continued is not None:
                 before[ends[index - 1]] = ends[continued] - 1
-        return (
-            to_device(before, self.targets.device)[self.targets]
-            if self.continues
-            else self.targets - 1
-        )
+        return to_device(before, self.targets.device)[self.targets]
 
     @property
     def last_tokens(self) -> Int[Tensor, " B"]:
@@ -112,12 +110,12 @@ def prompt_units(rows: Sequence[Encoded], *, max_tokens: int) -> list[list[int]]
     """
     units: list[list[int]] = []
     for group in _group_by_prompt(rows):
-        tokens = max_tokens
+        num_tokens = max_tokens
         for row in group:
-            tokens += len(rows[row])
-            if tokens > max_tokens:
+            num_tokens += len(rows[row])
+            if num_tokens > max_tokens:
                 units.append([])
-                tokens = len(rows[row])
+                num_tokens = len(rows[row])
             units[-1].append(row)
     return units
 
@@ -141,8 +139,8 @@ def _collate_shared(rows: Sequence[Encoded]) -> TokenBatch:
         sequences.append(rows[group[0]].head(length))
         sequences += [rows[row].tail(len(rows[row]) - length) for row in group]
     trained = [
-        flag and (position > 0 or before is not None)
-        for sequence, before in zip(sequences, continues, strict=True)
+        flag and (position > 0 or continued is not None)
+        for sequence, continued in zip(sequences, continues, strict=True)
         for position, flag in enumerate(sequence.trained)
     ]
     return TokenBatch(

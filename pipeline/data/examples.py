@@ -110,8 +110,7 @@ class Example:
         if there is no prompt), in UTF-8, case-folded, with runs of whitespace as one space.
         Dialogues with the same first turn are branches of one conversation and share the hash.
         """
-        users = (turn.content for turn in self.prompt if turn.role == "user")
-        text = next(users, None)
+        text = next((turn.content for turn in self.prompt if turn.role == "user"), None)
         if text is None:
             text = "\n".join(turn.content for turn in (*self.prompt, *self.chosen))
         normalized = " ".join(text.split()).casefold()

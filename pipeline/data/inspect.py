@@ -86,11 +86,12 @@ def main(argv: Sequence[str]) -> None:
         print_output(f"\nrow {number}: {example.origin}")
         _print_row(config, example, encoded[number - 1], chat.tokenizer)
     dialogues = [dialogue for row in encoded for dialogue in row.values()]
-    trained, tokens = sum(row.num_targets for row in dialogues), sum(map(len, dialogues))
-    num_long = sum(len(row) > config.max_length for row in dialogues)
+    num_trained, num_tokens = sum(row.num_targets for row in dialogues), sum(map(len, dialogues))
+    num_long = sum(len(dialogue) > config.max_length for dialogue in dialogues)
     print_output(
-        f"\n{len(dialogues)} dialogues: {trained} of {tokens} tokens ({trained / tokens:.0%}) are"
-        f" trained; {num_long} dialogues are longer than {config.max_length} tokens"
+        f"\n{len(dialogues)} dialogues: {num_trained} of {num_tokens} tokens"
+        f" ({num_trained / num_tokens:.0%}) are trained; {num_long} dialogues are longer than"
+        f" {config.max_length} tokens"
     )
 
 

@@ -39,7 +39,7 @@ class FitCheck(Generic[Row]):
     fit: Callable[[Sequence[Row]], Sequence[RowFit]]
     """Function that reports how rows fit when encoded and truncated as in the step."""
 
-    end: str
+    lost_side: str
     """The side that a truncated row loses: "end" or "beginning"."""
 
     empty: str
@@ -83,7 +83,7 @@ def report_lengths(
     fits = check.fit(inspected)
     num_truncated = sum(fit.is_truncated for fit in fits)
     num_empty = sum(fit.num_targets == 0 for fit in fits)
-    longer = f"are longer than data.max_length {data.max_length} and lose their {check.end}"
+    longer = f"are longer than data.max_length {data.max_length} and lose their {check.lost_side}"
     counts = {longer: num_truncated, check.empty: num_empty}
     facts = [f"{count} {reason}" for reason, count in counts.items() if count]
     population = f"{len(examples)} {name}"

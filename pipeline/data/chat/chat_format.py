@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 Messages = Sequence[Message]
 
 THINK, END_THINK = "<think>", "</think>"
-END_OF_THINK = "\n</think>\n\n"
+CLOSE_THINK = "\n</think>\n\n"
 """Text with which an answer without thinking closes the block that a generation prompt opened.
 After `<think>` and a newline, it completes the empty block that Qwen3 models were trained on."""
 
@@ -149,9 +149,9 @@ class ChatFormat:
     @property
     def title(self) -> str:
         """Name of the format in messages, or of the model if the template is the model's own."""
-        owner = str(self.tokenizer.name_or_path or "")
-        if self.name == "tokenizer" and owner:
-            return f"the chat template of {owner}"
+        model_name = str(self.tokenizer.name_or_path or "")
+        if self.name == "tokenizer" and model_name:
+            return f"the chat template of {model_name}"
         return f"chat format {self.name}"
 
     @cached_property
@@ -266,7 +266,7 @@ class ChatFormat:
         position = 0
         for index, message in enumerate(messages):
             so_far = messages[: index + 1]
-            if message.role != "assistant" or all(turn.role != "user" for turn in so_far):
+            if message.role != "assistant" or all(m.role != "user" for m in so_far):
                 continue
             prompt = self.render(messages[:index], generation_prompt=True)
             turn = self._render_turn(so_far, prompt)
@@ -371,16 +371,16 @@ class ChatFormat:
         """Return a turn's text as in the row, after a prompt that may open a thinking block."""
         text = message.content.strip()
         if message.reasoning and END_THINK not in text:
-            text = f"{THINK}\n{message.reasoning.strip()}{END_OF_THINK}{text}"
+            text = f"{THINK}\n{message.reasoning.strip()}{CLOSE_THINK}{text}"
         opening = _OPENING_TAG.search(prompt)
         if not opening:
             return text
         space = opening["space"]
         if THINK not in text and END_THINK not in text:
-            return (END_OF_THINK.lstrip("\n") if space == "\n\n" else END_OF_THINK) + text
+            return (CLOSE_THINK.lstrip("\n") if space == "\n\n" else CLOSE_THINK) + text
         text = text.removeprefix(THINK)
-        lines = len(text) - len(text.lstrip("\n"))
-        return text[min(lines, len(space)) :]  # without the line breaks of the prompt
+        num_newlines = len(text) - len(text.lstrip("\n"))
+        return text[min(num_newlines, len(space)) :]  # without the line breaks of the prompt
 
     def _cut_at_end_token(self, rendered: str, message: Message) -> str:
         """Cut a last turn after its end-of-turn token, which is added if the template has none."""
@@ -394,10 +394,10 @@ class ChatFormat:
         end = rendered.find(self._end_of_turn, start + len(answer) if start >= 0 else 0)
         return (rendered[:end] if end >= 0 else rendered.rstrip()) + self._end_of_turn
 
-    def _warn_once(self, origin: str, message: str) -> None:
-        if origin and message not in self._reported:
-            self._reported.add(message)
-            logger.warning("%s: %s %s", origin, self.title, message)
+    def _warn_once(self, origin: str, warning: str) -> None:
+        if origin and warning not in self._reported:
+            self._reported.add(warning)
+            logger.warning("%s: %s %s", origin, self.title, warning)
 
     def encode_prompt(
         self, messages: Messages, *, generation_prompt: bool = True, origin: str = ""
@@ -473,12 +473,12 @@ class ChatFormat:
 
     def _strip_end_tokens(self, messages: Messages, origin: str) -> Messages:
         """Remove end tokens from the rows' texts, since the format adds its own."""
-        begins = (*self._specials, *filter(None, [self._bos]))
-        asked = [turn.content.lstrip() for turn in messages if turn.role in ("system", "user")]
-        if self.name != "plain" and any(text.startswith(begins) for text in asked):
+        special_tokens = (*self._specials, *filter(None, [self._bos]))
+        inputs = [turn.content.lstrip() for turn in messages if turn.role in ("system", "user")]
+        if self.name != "plain" and any(text.startswith(special_tokens) for text in inputs):
             self._warn_once(origin, RENDERED_PROMPT)
-        ends = "|".join(map(re.escape, (self._end_of_turn, self._eos)))
-        end = re.compile(rf"(?<!\s)(\s*({ends}))+\s*\Z")  # (?<!\s) keeps the search linear
+        end_tokens = "|".join(map(re.escape, (self._end_of_turn, self._eos)))
+        end = re.compile(rf"(?<!\s)(\s*({end_tokens}))+\s*\Z")  # (?<!\s) keeps the search linear
         answers = [turn.content for turn in messages if turn.role == "assistant"]
         if len(messages) == 1 or not any(map(end.search, answers)):
             return messages
@@ -522,7 +522,7 @@ class ChatFormat:
         for end in filter(None, (self._end_of_turn, self._end_of_earlier_turn)):
             if text.lstrip().startswith(end):
                 text = text.lstrip().removeprefix(end)
-                text = text.lstrip() if end in self._stripping else text
+                text = text.lstrip() if end in self._rstrip_tokens else text
                 break
         return self._encoders[1](text)
 
@@ -531,11 +531,11 @@ class ChatFormat:
         texts = [segment.text for segment in segments]
         ids = [first(texts[0])]
         for before, text in pairwise(texts):
-            ids.append(following(text.lstrip() if before.endswith(self._stripping) else text))
+            ids.append(following(text.lstrip() if before.endswith(self._rstrip_tokens) else text))
         return ids
 
     @cached_property
-    def _stripping(self) -> tuple[str, ...]:
+    def _rstrip_tokens(self) -> tuple[str, ...]:
         """Tokens that include the whitespace after them, as in Phi 3's tokenizer."""
         added = self.tokenizer.added_tokens_decoder.values()
         return tuple(token.content for token in added if token.rstrip)
@@ -565,9 +565,9 @@ class ChatFormat:
     def _end_of_last_turn(self) -> str:
         dialogue = self.render((*PROBE_PROMPT, PROBE_RESPONSE), generation_prompt=False)
         prompt = self.render(PROBE_PROMPT, generation_prompt=True)
-        begin, _, tail = dialogue.rpartition(PROBE_RESPONSE.content)
-        inner = begin.removeprefix(prompt) if begin.startswith(prompt) else ""  # as in Kimi K3
-        matches = [token for token in self._specials if token in tail and token not in inner]
+        before, _, tail = dialogue.rpartition(PROBE_RESPONSE.content)
+        between = before.removeprefix(prompt) if before.startswith(prompt) else ""  # as in Kimi K3
+        matches = [token for token in self._specials if token in tail and token not in between]
         return min(matches, key=lambda token: (tail.find(token), -len(token)), default="")
 
     @cached_property
@@ -647,8 +647,8 @@ _TEXT_FORM = _CallForm(None, null_content=False, json_arguments=False)
 
 
 def _without_thinking(message: Message) -> Message:
-    answer = message.content.rpartition(END_THINK)
-    return replace(message, content=answer[2].lstrip() if answer[1] else answer[2], reasoning="")
+    _, end, answer = message.content.rpartition(END_THINK)
+    return replace(message, content=answer.lstrip() if end else answer, reasoning="")
 
 
 def _without_block(prompt: str) -> str:
@@ -663,8 +663,8 @@ def _without_block(prompt: str) -> str:
 def _is_valid_block(turn: str, *, is_open: bool) -> bool:
     """Return whether a rendered turn closes the block opened by its prompt, and opens no other."""
     if is_open:
-        begin = turn.lstrip().removeprefix(END_THINK).lstrip()  # after a block closed at once
-        return END_THINK in turn and not begin.startswith(THINK)
+        rest = turn.lstrip().removeprefix(END_THINK).lstrip()  # after a block closed at once
+        return END_THINK in turn and not rest.startswith(THINK)
     empty = _EMPTY_BLOCK.match(turn)
     return not (empty and END_THINK in turn[empty.end() :])
 

@@ -52,9 +52,9 @@ def _remove_prefix(part: dict[str, Any] | None) -> dict[str, Any] | None:
     if part is None or part["type"] in ("Prepend", "Strip"):
         return None
     if part["type"] == "Sequence":
-        name = "normalizers" if "normalizers" in part else "pretokenizers"
-        kept = [stripped for inner in part[name] if (stripped := _remove_prefix(inner)) is not None]
-        return {**part, name: kept} if kept else None
+        key = "normalizers" if "normalizers" in part else "pretokenizers"
+        kept = [stripped for inner in part[key] if (stripped := _remove_prefix(inner)) is not None]
+        return {**part, key: kept} if kept else None
     if part["type"] == "Metaspace":
         return {**part, "prepend_scheme": "never"}
     if part["type"] == "ByteLevel":

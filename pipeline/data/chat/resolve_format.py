@@ -87,7 +87,7 @@ FORMATS: dict[str, tuple[str, tuple[str, ...]]] = {
 
 TODAY = date(2026, 1, 1)
 """Fixed date for templates that request today's date."""
-_STRFTIME_NOW = re.compile(r"""strftime_now\(\s*(?P<quote>['"])(?P<form>.*?)(?P=quote)\s*\)""")
+_STRFTIME_NOW = re.compile(r"""strftime_now\(\s*(?P<quote>['"])(?P<format>.*?)(?P=quote)\s*\)""")
 _RESERVED = ("messages", "add_generation_prompt", "tools", "documents")
 
 
@@ -99,7 +99,7 @@ def set_default_arguments(template: str, arguments: Mapping[str, Argument]) -> s
     Raises:
         ConfigError: a name is not a valid variable, or the template never reads it.
     """
-    lines = ""
+    prefix = ""
     for name, value in arguments.items():
         if not name.isidentifier() or iskeyword(name) or name in _RESERVED:
             raise ConfigError(f"data.template_args {name} is a reserved or invalid name; remove it")
@@ -111,8 +111,8 @@ def set_default_arguments(template: str, arguments: Mapping[str, Argument]) -> s
         literal = (
             str(value).lower() if isinstance(value, bool) else json.dumps(value, ensure_ascii=False)
         )
-        lines += f"{{%- if {name} is not defined %}}{{%- set {name} = {literal} %}}{{%- endif %}}"
-    return template if template.startswith(lines) else lines + template
+        prefix += f"{{%- if {name} is not defined %}}{{%- set {name} = {literal} %}}{{%- endif %}}"
+    return template if template.startswith(prefix) else prefix + template
 
 
 def unused_names(template: str, names: Iterable[str]) -> list[str]:
@@ -148,7 +148,7 @@ def resolve_format(
         name = "tokenizer" if tokenizer.chat_template else "human_assistant"
     template = _load_template(tokenizer, name)
     # Fix the date that a template requests, so that tokens don't depend on the day.
-    template = _STRFTIME_NOW.sub(lambda call: json.dumps(TODAY.strftime(call["form"])), template)
+    template = _STRFTIME_NOW.sub(lambda call: json.dumps(TODAY.strftime(call["format"])), template)
     template = set_default_arguments(template, arguments or {})
     chat_format = ChatFormat(name, template, tokenizer, FORMATS.get(name, ("", ()))[1])
     chat_format = replace(chat_format, system_slot=_has_system_slot(chat_format))

@@ -77,9 +77,9 @@ def parse_dialogue(text: str) -> Turns | None:
     if pieces[:1] != ["Human"] or (system and pieces[-2:] != ["Assistant", ""]):
         return None
     if len(pieces) == 2:
-        _, *words = _INLINE_MARKER.split(f" Human:{pieces[1]}")
-        alternates = all(first != second for first, second in pairwise(words[::2]))
-        pieces = words if alternates else ["Human", *_LAST_ASSISTANT.split(pieces[1])]
+        _, *inline_pieces = _INLINE_MARKER.split(f" Human:{pieces[1]}")
+        alternates = all(first != second for first, second in pairwise(inline_pieces[::2]))
+        pieces = inline_pieces if alternates else ["Human", *_LAST_ASSISTANT.split(pieces[1])]
     messages = [
         Message("user" if name == "Human" else "assistant", content.strip())
         for name, content in zip(pieces[::2], pieces[1::2], strict=True)
@@ -137,8 +137,8 @@ def split_common_prompt(chosen: Turns, rejected: Turns) -> tuple[Turns, Turns, T
     # shortened the prompt, the other's last shared turn would become a response.
     responses: list[Turns] = []
     for turns in (chosen[shared:], rejected[shared:]):
-        answers = [index for index, turn in enumerate(turns) if turn.role == "assistant"]
-        responses.append(turns[: answers[-1] + 1] if answers else ())
+        assistant_indices = [index for index, turn in enumerate(turns) if turn.role == "assistant"]
+        responses.append(turns[: assistant_indices[-1] + 1] if assistant_indices else ())
     if not shared:
         raise SkipRow("with two dialogues that share no prompt")
     if not all(responses):
@@ -173,8 +173,8 @@ def _turn_items(row: Row, name: str) -> list[Any] | None:
     items = parse_literal(value)
     if not isinstance(items, str):
         items = list(items) if isinstance(items, list | tuple) else [items]
-        keys = [set(item) if isinstance(item, dict) else set[str]() for item in items]
-        if not all(item & {"role", "from"} and item & _TEXT_KEYS for item in keys):
+        key_sets = [set(item) if isinstance(item, dict) else set[str]() for item in items]
+        if not all(keys & {"role", "from"} and keys & _TEXT_KEYS for keys in key_sets):
             return None
         reject_surrogates(items, row.origin)
         return items
@@ -231,10 +231,10 @@ def _parse_turn(row: Row, name: str, item: object) -> Message:
         )
     role_keys = {"assistant": {*REASONING}, "tool": {*_TOOL_KEYS}}.get(role, set[str]())
     unknown = {key for key in turn.keys() - _TURN_KEYS - role_keys if turn[key] is not None}
-    if masks := [key for key in unknown if _UNSUPPORTED_TRAIN_KEY.search(str(key))]:
+    if unsupported := [key for key in unknown if _UNSUPPORTED_TRAIN_KEY.search(str(key))]:
         raise DataError(
-            f"{row.origin}: {name} has a turn with the key {masks[0]}, which is not supported;"
-            ' mark turns that are not trained on with "weight": 0, or remove the key'
+            f"{row.origin}: {name} has a turn with the key {unsupported[0]}, which is not"
+            ' supported; mark turns that are not trained on with "weight": 0, or remove the key'
         )
     row.unused.update(f"{name}[].{key}" for key in unknown)
     train_flags = {key: turn[key] for key in _TRAIN_KEYS if turn.get(key) is not None}

@@ -50,16 +50,16 @@ def read_paths(
     if fields or kept.needed:
         rows = [row.columns for source in sources for row in (*source.train, *source.eval)]
         notes += check_columns(rows, {} if optional else fields, kept)
-    read: list[PathExamples] = []
-    for count, source in enumerate(sources, start=1):
-        is_repeated = any(source.name == other.name for other in sources[: count - 1])
-        name = f"{source.name} (path {count})" if is_repeated else source.name
+    path_examples: list[PathExamples] = []
+    for number, source in enumerate(sources, start=1):
+        is_repeated = any(source.name == other.name for other in sources[: number - 1])
+        name = f"{source.name} (path {number})" if is_repeated else source.name
         if source.splits:
             notes.append(f"{name}: step {step} reads the split {source.splits}")
         train, held_out, remarks = _convert(source, fields, kept, step)
         notes += [f"{name}: {remark}" for remark in remarks]
-        read.append(PathExamples(name, source.weight, train, held_out))
-    return read
+        path_examples.append(PathExamples(name, source.weight, train, held_out))
+    return path_examples
 
 
 def _convert(
@@ -74,15 +74,15 @@ def _convert(
         )
     stats = ReadStats()
 
-    def examples(rows: list[Row]) -> list[Example]:
+    def convert(rows: list[Row]) -> list[Example]:
         if schema is None:
-            read = [read_row(row, fields, stats, kept=kept) for row in rows]
+            examples = [read_row(row, fields, stats, kept=kept) for row in rows]
         else:
-            read = [schema.read(row, kept=kept) for row in rows]
-            stats.skipped[NO_ANSWER] += read.count(None)
-        return [example for example in read if example is not None]
+            examples = [schema.read(row, kept=kept) for row in rows]
+            stats.skipped[NO_ANSWER] += examples.count(None)
+        return [example for example in examples if example is not None]
 
-    train, held_out = examples(drop_revoked(source.train)), examples(drop_revoked(source.eval))
+    train, held_out = convert(drop_revoked(source.train)), convert(drop_revoked(source.eval))
     notes = ["is a known data set with its own schema"]
     if schema is None:
         unused = stats.columns - stats.used
@@ -95,8 +95,8 @@ def _convert(
         for reason, count in stats.prompt_only.items()
     ]
     notes += [
-        f"{remark}: {format_rows(len(rows))} ({rows[0]}{', ...' if len(rows) > 1 else ''})"
-        for remark, rows in stats.remarks.items()
+        f"{remark}: {format_rows(len(origins))} ({origins[0]}{', ...' if len(origins) > 1 else ''})"
+        for remark, origins in stats.remarks.items()
     ]
     if not train:
         raise DataError(

@@ -60,26 +60,26 @@ class ReadStats:
     """Columns that are read."""
 
 
-def _make_example(question: Turns, chosen: Turns, rejected: Turns = ()) -> Example:
+def _make_example(prompt: Turns, chosen: Turns, rejected: Turns = ()) -> Example:
     """Build an example after checking the roles of the turns in its prompt and responses."""
     responses = [turns for turns in (chosen, rejected) if turns]
-    if all(turn.role != "user" for turn in question):
+    if all(turn.role != "user" for turn in prompt):
         raise SkipRow(NO_ANSWER)
-    if question[-1].role == "system":
+    if prompt[-1].role == "system":
         raise SkipRow("with a system turn right before the response")
     if any({turns[0].role, turns[-1].role} != {"assistant"} for turns in responses):
         raise SkipRow("whose response does not begin and end with an assistant turn")
-    return Example(question, chosen, rejected)
+    return Example(prompt, chosen, rejected)
 
 
 def _read_preference(row: Row) -> Example:
     chosen, rejected = read_dialogue(row, "chosen"), read_dialogue(row, "rejected")
     if chosen is not None and rejected is not None:
-        question, chosen, rejected = split_common_prompt(chosen, rejected)
-        return Example(add_system(row, question), chosen, rejected, tie=read_tie(row))
-    question = _read_separate_prompt(row)
-    responses = (read_response(row, name, question) for name in ("chosen", "rejected"))
-    return replace(_make_example(question, *responses), tie=read_tie(row))
+        prompt, chosen, rejected = split_common_prompt(chosen, rejected)
+        return Example(add_system(row, prompt), chosen, rejected, tie=read_tie(row))
+    prompt = _read_separate_prompt(row)
+    responses = (read_response(row, name, prompt) for name in ("chosen", "rejected"))
+    return replace(_make_example(prompt, *responses), tie=read_tie(row))
 
 
 def _read_separate_prompt(row: Row) -> Turns:
@@ -105,7 +105,7 @@ def _read_stepwise(row: Row, name: str) -> Example:
     Pipeline steps that do not use step labels get only the prompt: a response with wrong steps is
     not a demonstration.
     """
-    question = _make_example(read_prompt(row), ()).prompt
+    prompt = _make_example(read_prompt(row), ()).prompt
     steps, labels = row.columns[name], row.columns["labels"]
     are_lists = isinstance(steps, list) and isinstance(labels, list)
     if not are_lists or len(steps) != len(labels):
@@ -123,7 +123,7 @@ def _read_stepwise(row: Row, name: str) -> Example:
     if not kept:
         raise SkipRow(EMPTY_RESPONSE)
     return Example(
-        question,
+        prompt,
         steps=tuple(step for step, _ in kept),
         step_labels=tuple(label for _, label in kept),
     )
@@ -154,7 +154,7 @@ def _read_instruction(row: Row) -> Turns:
             f"{row.origin}: history must be a list of pairs, [instruction, response], got"
             f" {str(history)[:80]}; rename the column if it has another meaning"
         )
-    earlier = [(Message("user", one), Message("assistant", two)) for one, two in history]
+    earlier = [(Message("user", ask), Message("assistant", reply)) for ask, reply in history]
     inputs = [read_text(row, name) for name in ("input", "context") if row.columns.get(name)]
     question = "\n\n".join([read_text(row, "instruction"), *inputs])
     return add_system(row, (*chain.from_iterable(earlier), Message("user", question)))
@@ -166,8 +166,8 @@ def _is_pair(value: object) -> bool:
 
 def _read_alpaca(row: Row) -> Example:
     output = "output" if "output" in row.columns else "response"
-    question = _read_instruction(row)
-    return _make_example(question, read_response(row, output, question))
+    prompt = _read_instruction(row)
+    return _make_example(prompt, read_response(row, output, prompt))
 
 
 def _read_pair(row: Row, answer: str, question: str = "prompt") -> Example:
@@ -201,7 +201,7 @@ def _read_rating(row: Row) -> Example:
             f"{row.origin}: the rating has schema {row.columns['schema']!r}, but only {SCHEMA} is"
             " supported; update the package"
         )
-    question = _make_example(read_turns(row, "messages"), ()).prompt
+    prompt = _make_example(read_turns(row, "messages"), ()).prompt
     answers, choice = row.columns["answers"], row.columns.get("choice")
     try:
         texts = [answer["text"].strip() for answer in answers]
@@ -214,17 +214,17 @@ def _read_rating(row: Row) -> Example:
     responses = [(Message("assistant", answer),) for answer in texts]
     match row.columns["kind"], len(responses), choice:
         case "edit", _, _:
-            return Example(question, (Message("assistant", read_text(row, "edit").strip()),))
+            return Example(prompt, (Message("assistant", read_text(row, "edit").strip()),))
         case "thumb", 1, 0 | 1:
             if choice:
-                return Example(question, responses[0])
-            return Example(question, rejected=responses[0])
+                return Example(prompt, responses[0])
+            return Example(prompt, rejected=responses[0])
         case "pair", _, _ if choice is None or row.columns.get("tie"):
             raise SkipRow("that prefer neither response")
         case "pair", 2, 0 | 1:
             strength = row.columns.get("strength")
             margin = float(strength) if isinstance(strength, int) else None
-            return Example(question, responses[choice], responses[1 - choice], margin=margin)
+            return Example(prompt, responses[choice], responses[1 - choice], margin=margin)
         case kind, count, _:
             raise DataError(
                 f"{row.origin}: a rating of kind {kind!r} can't have {count} answers and choice"
@@ -344,8 +344,8 @@ def _read_shape(shape: RowShape, row: Row, stats: ReadStats, kept: RowColumns) -
         example = replace(example, label=read_label(row))
     if kept.labels or not example.prompt or not example.chosen or example.rejected:
         return example
-    is_bad = example.label if kept.known_labels else _read_quality(row)
-    if is_bad is False:
+    is_good = example.label if kept.known_labels else _read_quality(row)
+    if is_good is False:
         stats.prompt_only["whose label marks the response as bad"] += 1
         return replace(example, chosen=(), rejected=example.chosen)
     if example.num_targets == 0:

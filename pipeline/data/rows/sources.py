@@ -114,13 +114,13 @@ def read_source(spec: str, *, step: int | None = None) -> Source:
     else:
         splits = _load_hub_splits(name)
     train, test = choose_splits(name, splits, step=step, requested=requested)
-    described = f"{train}, and {', '.join(test)} for evaluation" if test else train
+    description = f"{train}, and {', '.join(test)} for evaluation" if test else train
     return Source(
         name,
         weight,
         train=list(splits[train]),
         eval=[row for split in test for row in splits[split]],
-        splits="" if {train, *test} == set(splits) else described,
+        splits="" if {train, *test} == set(splits) else description,
     )
 
 
@@ -148,8 +148,8 @@ def _find_directory_splits(directory: Path, requested: str | None) -> dict[str, 
                 split = word if requested or word == TRAIN else "test"
         splits.setdefault(split, []).append(file)
     if not splits:
-        is_saved = any(directory.rglob("*.arrow"))
-        fix = "; save it with to_parquet, not save_to_disk" if is_saved else ""
+        has_arrow_files = any(directory.rglob("*.arrow"))
+        fix = "; save it with to_parquet, not save_to_disk" if has_arrow_files else ""
         raise DataError(f"data path {directory} contains no {', '.join(SUFFIXES)} file{fix}")
     if requested is None and not any(split.startswith(TRAIN) for split in splits):
         splits = {TRAIN: [file for files in splits.values() for file in files]}
@@ -211,10 +211,10 @@ def _read_parquet(path: Path) -> list[Row]:
     from pyarrow import parquet
 
     try:
-        columns = parquet.read_table(path).to_pylist()
+        records = parquet.read_table(path).to_pylist()
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise DataError(f"{path} is not a readable parquet file: {one_line(error)}") from error
-    return [Row(row, f"{path} row {number}") for number, row in enumerate(columns, start=1)]
+    return [Row(row, f"{path} row {number}") for number, row in enumerate(records, start=1)]
 
 
 def _read_text(path: Path) -> str:
@@ -271,8 +271,8 @@ def _parse_values(path: Path, text: str) -> Iterator[tuple[int, Any]]:
 def _reject_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     result = dict(pairs)
     if len(result) < len(pairs):  # a duplicate key would be lost silently
-        names = [name for name, _ in pairs]
-        duplicate = next(name for name in names if names.count(name) > 1)
+        keys = [key for key, _ in pairs]
+        duplicate = next(key for key in keys if keys.count(key) > 1)
         raise ValueError(f"an object has the key {duplicate!r} twice")
     return result
 
@@ -311,8 +311,8 @@ def _load_hub_splits(name: str) -> dict[str, Iterator[Row]]:
     import datasets
     from datasets.config import HF_DATASETS_CACHE
 
-    owner_name = _HUB_ALIASES.get(name, name).split("/")
-    repository, config = "/".join(owner_name[:2]), "/".join(owner_name[2:]) or None
+    parts = _HUB_ALIASES.get(name, name).split("/")
+    repository, config = "/".join(parts[:2]), "/".join(parts[2:]) or None
     cache = Path(HF_DATASETS_CACHE, repository.replace("/", "___"))
     if not cache.is_dir():
         message = f"data path {name} is neither a file or directory here nor in the Hub's cache"
@@ -327,11 +327,11 @@ def _load_hub_splits(name: str) -> dict[str, Iterator[Row]]:
             " file"
         ) from error
 
-    def rows(split: str) -> Iterator[Row]:
+    def read_split(split: str) -> Iterator[Row]:
         for number, row in enumerate(splits[split], start=1):
             yield Row(cast("Mapping[str, Any]", row), f"{name} {split} row {number}")
 
-    return {str(split): rows(str(split)) for split in splits}
+    return {str(split): read_split(str(split)) for split in splits}
 
 
 def choose_splits(
@@ -367,9 +367,9 @@ def choose_splits(
     if train[0] in test:
         return train[0], []
     for suffix in (train[0].removeprefix(TRAIN), ""):
-        same = [word + suffix for word in TEST_WORDS if word + suffix in test]
-        if same:
-            return train[0], same[:1]
+        matching = [word + suffix for word in TEST_WORDS if word + suffix in test]
+        if matching:
+            return train[0], matching[:1]
     return train[0], test if set(all_train) <= {train[0]} else []
 
 

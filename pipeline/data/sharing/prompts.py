@@ -30,9 +30,9 @@ _EXPORTS = ("actor", "critic", "ema")
 Hashes = NDArray[np.uint64]
 
 
-def draw(number: int, *, seed: int, purpose: str) -> float:
+def draw(hash_: int, *, seed: int, purpose: str) -> float:
     """Return a uniform number in (0, 1) that depends on the prompt's hash, seed and purpose."""
-    text = f"{seed} {purpose} {number}".encode()
+    text = f"{seed} {purpose} {hash_}".encode()
     bits = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
     return ((bits >> 12) + 0.5) / 2**52  # has 53 bits, so it is below 1
 
@@ -47,9 +47,9 @@ def fingerprint(examples: Iterable[Example]) -> str:
     return digest.hexdigest()[:16]
 
 
-def unique_hashes(numbers: Iterable[int]) -> Hashes:
+def unique_hashes(hashes: Iterable[int]) -> Hashes:
     """Sort the hashes and remove duplicates."""
-    return np.unique(np.fromiter(numbers, np.uint64))
+    return np.unique(np.fromiter(hashes, np.uint64))
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,10 +73,10 @@ class PromptRecord:
     @classmethod
     def read(cls, directory: Path) -> "PromptRecord":
         """Read the files of `directory`; raise DataError if they are damaged."""
-        return cls(_read(directory / TRAINED), _read(directory / HELD_OUT))
+        return cls(_read_hashes(directory / TRAINED), _read_hashes(directory / HELD_OUT))
 
 
-def _read(path: Path) -> Hashes:
+def _read_hashes(path: Path) -> Hashes:
     try:
         content = path.read_bytes() if path.exists() else MAGIC
     except OSError as error:
@@ -97,13 +97,13 @@ def read_earlier_prompts(config: StepConfig) -> PromptRecord:
     `actor`, `critic` and `ema`), and of earlier steps next to its output directory.
     """
     record = PromptRecord()
-    for directory in dict.fromkeys(path.resolve() for path in _directories(config)):
+    for directory in dict.fromkeys(path.resolve() for path in _list_directories(config)):
         if directory != config.output_dir.resolve():
             record |= PromptRecord.read(directory)
     return record
 
 
-def _directories(config: StepConfig) -> Iterator[Path]:
+def _list_directories(config: StepConfig) -> Iterator[Path]:
     for setting in fields(config):
         model = getattr(config, setting.name)
         if isinstance(model, FrozenModelConfig) and model.path is not None:

@@ -120,8 +120,8 @@ def load_examples(
     else:
         data = _load_user_rows(config, kept, earlier, step=step, share=share)
     for note in data.notes:
-        begin = "" if note.startswith("step ") else f"data for step {step}: "
-        logger.info("%s%s", begin, note)
+        prefix = "" if note.startswith("step ") else f"data for step {step}: "
+        logger.info("%s%s", prefix, note)
     return data
 
 
@@ -148,27 +148,27 @@ def embedded_examples(
     """
     from pipeline.demo.task import pair_rows, step_rows
 
-    parts = (
+    splits = (
         pair_rows(split_steps=split_steps, seed=seed)
         if split_steps
         else step_rows(step=step, seed=seed)
     )
 
-    def turns(response: str) -> tuple[Message, ...]:
+    def make_turns(response: str) -> tuple[Message, ...]:
         return (Message("assistant", response),) if response else ()
 
     train, held_out = (
         [
             Example(
                 prompt=(Message("user", row.prompt),),
-                chosen=turns(row.chosen),
-                rejected=turns(row.rejected),
+                chosen=make_turns(row.chosen),
+                rejected=make_turns(row.rejected),
                 origin="embedded task",
                 extra={} if row.chosen else {"answer": row.answer},
             )
             for row in rows
         ]
-        for rows in parts
+        for rows in splits
     )
     return train, held_out
 
@@ -238,10 +238,10 @@ class _RowSelector:
         if all(path.weight is None for path in paths):
             return [path.train for path in paths]
         weights = [1.0 if path.weight is None else path.weight for path in paths]
-        unit = min(len(path.train) / weight for path, weight in zip(paths, weights, strict=True))
+        scale = min(len(path.train) / weight for path, weight in zip(paths, weights, strict=True))
         mixed: list[list[Example]] = []
         for path, weight in zip(paths, weights, strict=True):
-            rows, count = path.train, max(1, round(unit * weight))
+            rows, count = path.train, max(1, round(scale * weight))
             if count < len(rows):
                 self.notes.append(
                     f"{path.name}: uses {count} of {format_rows(len(rows))}, given its weight"
@@ -278,8 +278,8 @@ class _RowSelector:
                 " evaluation; add more rows, or pass --eval-path"
             )
         config = self.config
-        chosen = draw_held_out(prompts, fraction=config.eval_fraction, seed=config.seed)
-        return [row for row in rows if row.prompt_hash in chosen]
+        selected = draw_held_out(prompts, fraction=config.eval_fraction, seed=config.seed)
+        return [row for row in rows if row.prompt_hash in selected]
 
     def drop_overlaps(
         self, train: Sequence[Example], held_out: Sequence[Example], earlier: PromptRecord
@@ -316,12 +316,12 @@ class _RowSelector:
     def _drop_prompts(
         self, rows: Sequence[Example], prompts: Hashes, reason: str, fix: str
     ) -> list[Example]:
-        drop = isin([row.prompt_hash for row in rows], prompts)
-        if any(drop):
-            self.notes.append(f"dropped {format_rows(sum(drop))} {reason}")
-        if rows and all(drop):
+        is_dropped = isin([row.prompt_hash for row in rows], prompts)
+        if any(is_dropped):
+            self.notes.append(f"dropped {format_rows(sum(is_dropped))} {reason}")
+        if rows and all(is_dropped):
             raise DataError(f"nothing remains without the {format_rows(len(rows))} {reason}; {fix}")
-        return [row for row, dropped in zip(rows, drop, strict=True) if not dropped]
+        return [row for row, dropped in zip(rows, is_dropped, strict=True) if not dropped]
 
     def select_train_rows(self, rows: Sequence[Example]) -> list[Example]:
         """Return the rows of the step; other steps get other prompts.
@@ -337,16 +337,16 @@ class _RowSelector:
                 " other data, map its columns with --fields, or use --step to run only steps other"
                 f" than {step}"
             )
-        if others := len(rows) - len(usable):
+        if num_others := len(rows) - len(usable):
             tie = ", or with a tie," if any(row.tie for row in rows) else ""
-            self.notes.append(f"{format_rows(others)} without {needs}{tie} left to other steps")
-        steps: dict[int, set[int]] = {}
+            self.notes.append(f"{format_rows(num_others)} without {needs}{tie} left to other steps")
+        candidate_steps: dict[int, set[int]] = {}
         for row in rows:
             row_steps = {number for number, use in self.uses.items() if is_usable(row, use)}
-            steps.setdefault(row.prompt_hash, set()).update(row_steps)
+            candidate_steps.setdefault(row.prompt_hash, set()).update(row_steps)
         owners = {
             prompt: assign_step(prompt, sorted(candidates), split=config.split, seed=config.seed)
-            for prompt, candidates in steps.items()
+            for prompt, candidates in candidate_steps.items()
         }
         selected = [row for row in usable if owners[row.prompt_hash] in self.share.split_steps]
         split = ",".join(f"{share:g}" for share in config.split)
@@ -393,10 +393,10 @@ def _load_user_rows(
     share: RowShare | None,
 ) -> StepData:
     notes: list[str] = []
-    labeled = kept.labels or kept.known_labels
-    uses: Mapping[int, RowUse] = {**STEP_USES, 2: "labels"} if labeled else STEP_USES
-    part = share or RowShare(uses[step], (step,))
-    selector = _RowSelector(config, step, part, uses, notes, drops_long_rows=share is not None)
+    has_labels = kept.labels or kept.known_labels
+    uses: Mapping[int, RowUse] = {**STEP_USES, 2: "labels"} if has_labels else STEP_USES
+    row_share = share or RowShare(uses[step], (step,))
+    selector = _RowSelector(config, step, row_share, uses, notes, drops_long_rows=share is not None)
     read = partial(read_paths, fields=config.fields, kept=kept, step=step, notes=notes)
     paths = read(config.path)
     mixed = selector.mix(paths)
@@ -406,19 +406,19 @@ def _load_user_rows(
         held_out = [row for path in eval_paths for row in path.eval or path.train]
     else:
         held_out = [row for path in paths for row in path.eval]
-        uncut = [rows for path, rows in zip(paths, mixed, strict=True) if not path.eval]
-        held_out += selector.hold_out([row for rows in uncut for row in rows])
+        unsplit = [rows for path, rows in zip(paths, mixed, strict=True) if not path.eval]
+        held_out += selector.hold_out([row for rows in unsplit for row in rows])
     train, held_out = selector.drop_overlaps(train, held_out, earlier)
     selected = selector.select_train_rows(train)
-    evaluated = selector.select_eval_rows(held_out, part.use, notes)
+    evaluated = selector.select_eval_rows(held_out, row_share.use, notes)
     prompts = [] if share is None else selector.select_eval_rows(held_out, "prompts", [])
     record = _make_record(selected, held_out)
-    if repeated := sum(isin(record.trained.tolist(), earlier.trained)):
+    if num_repeated := sum(isin(record.trained.tolist(), earlier.trained)):
         notes.append(
-            f"{repeated} of its {len(record.trained)} prompts were also trained on by an earlier"
-            " step; use the same paths, data.seed and split in all steps to avoid this"
+            f"{num_repeated} of its {len(record.trained)} prompts were also trained on by an"
+            " earlier step; use the same paths, data.seed and split in all steps to avoid this"
         )
-    train, held_out = (_split_responses(rows, part.use) for rows in (selected, evaluated))
+    train, held_out = (_split_responses(rows, row_share.use) for rows in (selected, evaluated))
     return StepData(train, held_out, notes, earlier | record, prompts)
 
 
@@ -462,7 +462,7 @@ def draw_held_out(prompts: Collection[int], *, fraction: float, seed: int) -> se
     the smallest draw, or nothing if there is only one prompt.
     """
     draws = {prompt: draw(prompt, seed=seed, purpose="held out") for prompt in prompts}
-    selected = {prompt for prompt, number in draws.items() if number < fraction}
+    selected = {prompt for prompt, value in draws.items() if value < fraction}
     if selected and len(selected) < len(draws):
         return selected
     return {min(draws, key=lambda prompt: draws[prompt])} if len(draws) > 1 else set()

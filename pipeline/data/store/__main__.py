@@ -30,10 +30,10 @@ def main(argv: Sequence[str]) -> None:
     parser = CommandParser(prog=f"{MODULE} pipeline.data.store", allow_abbrev=False)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
 
-    def add(function: object, files: str) -> argparse.ArgumentParser:
+    def add(function: object, files_help: str) -> argparse.ArgumentParser:
         name, text = getattr(function, "__name__", ""), (function.__doc__ or "").strip()
         command = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
-        command.add_argument("files", nargs="+", metavar="FILE", help=files)
+        command.add_argument("files", nargs="+", metavar="FILE", help=files_help)
         command.set_defaults(run=function)
         return command
 
@@ -113,9 +113,9 @@ def show(options: argparse.Namespace) -> None:
             )
 
 
-def _show_document(file: TokenFile, number: int, name: str | None) -> None:
-    if not 0 <= number < file.documents:
-        raise ConfigError(f"--document must be from 0 to {file.documents - 1:,}, got {number}")
+def _show_document(file: TokenFile, document: int, name: str | None) -> None:
+    if not 0 <= document < file.documents:
+        raise ConfigError(f"--document must be from 0 to {file.documents - 1:,}, got {document}")
     name = name or (file.origin.tokenizer if file.origin else None)
     if name is None:
         raise ConfigError(f"{file.path} does not record its tokenizer; pass --tokenizer")
@@ -126,9 +126,9 @@ def _show_document(file: TokenFile, number: int, name: str | None) -> None:
     tokenizer = load_tokenizer(FrozenModelConfig(path=name))
     if file.origin and read_vocabulary(tokenizer, name).hash != file.origin.tokenizer_hash:
         raise DataError(f"{file.path} was not packed with the tokenizer {name}; pass the right one")
-    ids = file.tokens(number).tolist()
+    ids = file.tokens(document).tolist()
     text = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
-    print_output(f"document {number}, {len(ids):,} tokens\n{text}\n{' '.join(map(str, ids))}")
+    print_output(f"document {document}, {len(ids):,} tokens\n{text}\n{' '.join(map(str, ids))}")
 
 
 def verify(options: argparse.Namespace) -> None:

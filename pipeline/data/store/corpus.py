@@ -71,9 +71,9 @@ class HeldOut:
     def _contains(self, file: TokenFile, document: int) -> bool:
         return self.draw(document_hash(file, document)) <= self.threshold
 
-    def draw(self, number: int) -> float:
+    def draw(self, hash_: int) -> float:
         """Return a uniform number in (0, 1) for a document's hash."""
-        return draw(number, seed=self.seed, purpose="held out")
+        return draw(hash_, seed=self.seed, purpose="held out")
 
 
 def document_hash(file: TokenFile, document: int) -> int:

@@ -103,27 +103,27 @@ def pack(
         raise ConfigError(f"{out} already exists; choose another file, or remove it")
     with RunLock(out.with_name(f"{out.name}.lock")):
         directory = out.with_name(f"{out.name}.pieces")
-        plan = _plan(sources, vocabulary, field)
+        plan = _make_plan(sources, vocabulary, field)
         _start_or_resume(directory, plan, resume=resume)
         pieces = list(_split_into_pieces(sources, directory))
         progress = Progress("pack, pieces:", len(pieces))
         progress.start()
-        bad_rows = lines = 0
+        num_bad_rows = lines_before = 0
         try:
             summaries = _encode_pieces(pieces, vocabulary, field, workers)
             for number, (piece, (num_lines, bad)) in enumerate(zip(pieces, summaries, strict=True)):
-                lines = lines if piece.start else 0
+                lines_before = lines_before if piece.start else 0
                 for line, reason in bad:
-                    bad_rows += 1
-                    bad_row = f"{piece.source}:{lines + line}: {reason}"
-                    _skip_or_raise(bad_row, bad_rows, skip_bad_rows)
-                lines += num_lines
+                    num_bad_rows += 1
+                    bad_row = f"{piece.source}:{lines_before + line}: {reason}"
+                    _skip_or_raise(bad_row, num_bad_rows, skip_bad_rows)
+                lines_before += num_lines
                 progress.update(number + 1, {}, seconds=time.perf_counter() - start)
         finally:
             progress.stop()
-        if _plan(sources, vocabulary, field) != plan:
+        if _make_plan(sources, vocabulary, field) != plan:
             raise DataError(f"a source of {out} changed while it was packed; pack it again")
-        file = _join(pieces, vocabulary, out, bad_rows)
+        file = _join(pieces, vocabulary, out, num_bad_rows)
         shutil.rmtree(directory)
     return file
 
@@ -137,7 +137,7 @@ def _skip_or_raise(bad_row: str, count: int, skip: bool) -> None:  # noqa: FBT00
         logger.warning("skipped %s", bad_row)
 
 
-def _plan(sources: Sequence[Path], vocabulary: Vocabulary, field: str) -> str:
+def _make_plan(sources: Sequence[Path], vocabulary: Vocabulary, field: str) -> str:
     """Return all inputs that determine the tokens, as JSON."""
     files = [(str(path), (stat := path.stat()).st_size, stat.st_mtime_ns) for path in sources]
     plan = {"piece": PIECE_BYTES, "tokenizer": vocabulary.hash, "field": field, "files": files}
@@ -172,13 +172,13 @@ def _split_into_pieces(sources: Sequence[Path], directory: Path) -> Iterator[Pie
 
 
 def _join(pieces: Sequence[Piece], vocabulary: Vocabulary, out: Path, bad_rows: int) -> TokenFile:
-    documents = 0
+    num_documents = 0
     with TokenWriter(out, token_dtype(vocabulary.size)) as writer:
         for piece in pieces:
             with np.load(piece.target) as content:
                 writer.append(content["ids"], content["lengths"])
-                documents += len(content["lengths"])
-        if not documents:
+                num_documents += len(content["lengths"])
+        if not num_documents:
             raise DataError(f"neither {pieces[0].source} nor any other file has a row with text")
         return writer.finish(Origin(vocabulary.name, vocabulary.hash, bad_rows))
 
@@ -240,7 +240,7 @@ def _encode_piece(piece: Piece, vocabulary: Vocabulary, field: str) -> Summary:
     ids, lengths = array("I"), array("q")
     bad: list[tuple[int, str]] = []
     texts: list[str] = []
-    size = line = 0
+    num_bytes = line = 0
 
     def flush() -> None:
         tokenizer = _load_tokenizer(vocabulary.definition)
@@ -258,10 +258,10 @@ def _encode_piece(piece: Piece, vocabulary: Vocabulary, field: str) -> Summary:
             continue
         if text is not None:
             texts.append(text)
-            size += len(content)
-        if size >= BATCH_BYTES:
+            num_bytes += len(content)
+        if num_bytes >= BATCH_BYTES:
             flush()
-            size = 0
+            num_bytes = 0
     flush()
     tokens = np.frombuffer(ids, np.uint32).astype(token_dtype(vocabulary.size))
     temporary = piece.target.with_suffix(".writing")

@@ -88,22 +88,22 @@ class Windows:
         spans: list[Span] = []
         position, document = start, self.file.document_at(start)
         while position < end:
-            first, last = self.file.span(document)
-            last = min(last, end)
-            if position < last:
-                spans.append(Span(document, position, last, position == first))
-            position, document = last, document + 1
+            document_start, document_end = self.file.span(document)
+            document_end = min(document_end, end)
+            if position < document_end:
+                spans.append(Span(document, position, document_end, position == document_start))
+            position, document = document_end, document + 1
         return TokenRow(self.file, tuple(spans), self.bos)
 
     def fill_with(self, documents: Sequence[int]) -> Iterator[TokenRow]:
         """Yield rows filled with these documents alone, split at row boundaries."""
         spans, capacity = list[Span](), self.capacity
         for document in documents:
-            first, last = self.file.span(document)
-            start = first
-            while start < last:
-                end = min(last, start + capacity)
-                spans.append(Span(document, start, end, start == first))
+            document_start, document_end = self.file.span(document)
+            start = document_start
+            while start < document_end:
+                end = min(document_end, start + capacity)
+                spans.append(Span(document, start, end, start == document_start))
                 capacity, start = capacity - (end - start), end
                 if not capacity:
                     yield TokenRow(self.file, tuple(spans), self.bos)
@@ -129,7 +129,7 @@ class MixedStream:
         self, sizes: Sequence[int], weights: Sequence[float], *, batch_size: int, seed: int
     ) -> None:
         self.weights, self.batch_size = weights, batch_size
-        self._files = [
+        self._streams = [
             RowStream(num_rows=size, batch_size=1, seed=seed + 7919 * file)
             for file, size in enumerate(sizes)
         ]
@@ -137,9 +137,9 @@ class MixedStream:
     @property
     def num_rows(self) -> int:
         """Number of rows until the first file has been used completely, given the weights."""
-        files = zip(self._files, self.weights, strict=True)
-        rows = min(file.num_rows / weight for file, weight in files)
-        return max(1, round(rows * sum(self.weights)))
+        streams = zip(self._streams, self.weights, strict=True)
+        rows_per_weight = min(stream.num_rows / weight for stream, weight in streams)
+        return max(1, round(rows_per_weight * sum(self.weights)))
 
     def num_steps(self, epochs: float, max_steps: int | None) -> int:
         """Return `max_steps`, or the number of steps for `epochs` times `num_rows` rows."""
@@ -153,16 +153,16 @@ class MixedStream:
         return [self._next_row() for _ in range(self.batch_size)]
 
     def _next_row(self) -> tuple[int, int]:
-        files = zip(self._files, self.weights, strict=True)
-        progress = [(file.position + 0.5) / weight for file, weight in files]
-        number = progress.index(min(progress))
-        return number, self._files[number].next_rows(1)[0]
+        streams = zip(self._streams, self.weights, strict=True)
+        progress = [(stream.position + 0.5) / weight for stream, weight in streams]
+        file = progress.index(min(progress))
+        return file, self._streams[file].next_rows(1)[0]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the number of rows used from each file so far, over all passes."""
-        return {"taken": [file.position for file in self._files]}
+        return {"taken": [stream.position for stream in self._streams]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue at the position of another stream of the same files, weights and seed."""
-        for file, position in zip(self._files, state["taken"], strict=True):
-            file.position = position
+        for stream, position in zip(self._streams, state["taken"], strict=True):
+            stream.position = position

@@ -201,7 +201,7 @@ class TokenWriter:
         self.prefix, self.dtype = prefix, dtype
         self._lengths: list[NDArray[Any]] = []
         self._digest = hashlib.sha256()
-        self._file = self._temporary("bin").open("wb")
+        self._file = self._temporary_path("bin").open("wb")
 
     def __enter__(self) -> "TokenWriter":
         return self
@@ -209,7 +209,7 @@ class TokenWriter:
     def __exit__(self, *_error: object) -> None:
         self._file.close()
         for suffix in ("bin", "idx", "json", "sha256"):
-            self._temporary(suffix).unlink(missing_ok=True)
+            self._temporary_path(suffix).unlink(missing_ok=True)
 
     def append(self, ids: NDArray[Any], lengths: NDArray[Any]) -> None:
         """Append documents.
@@ -228,38 +228,38 @@ class TokenWriter:
     def finish(self, origin: Origin | None) -> TokenFile:
         """Write the index, origin and checksums, rename all files, and open the result."""
         self._file.close()
-        index = self._index()
+        index = self._build_index()
         digests = {"bin": self._digest, "idx": hashlib.sha256(index)}
         names = {suffix: part_path(self.prefix, suffix).name for suffix in digests}
         lines = [f"{digest.hexdigest()}  {names[suffix]}\n" for suffix, digest in digests.items()]
-        self._temporary("sha256").write_text("".join(lines))
-        self._temporary("idx").write_bytes(index)
+        self._temporary_path("sha256").write_text("".join(lines))
+        self._temporary_path("idx").write_bytes(index)
         suffixes = ["bin", "sha256", "idx"]  # the index last: it marks the file as complete
         if origin is not None:
-            self._temporary("json").write_text(json.dumps(asdict(origin), indent=2) + "\n")
+            self._temporary_path("json").write_text(json.dumps(asdict(origin), indent=2) + "\n")
             suffixes.insert(0, "json")
         for suffix in suffixes:
-            sync(self._temporary(suffix))
+            sync(self._temporary_path(suffix))
         for suffix in suffixes:
-            rename_durably(self._temporary(suffix), part_path(self.prefix, suffix))
+            rename_durably(self._temporary_path(suffix), part_path(self.prefix, suffix))
         return TokenFile(self.prefix)
 
-    def _index(self) -> bytes:
+    def _build_index(self) -> bytes:
         lengths = np.concatenate([np.zeros(0, "<i4"), *self._lengths])
-        code = next(code for code, name in DTYPES.items() if np.dtype(name) == self.dtype)
+        code = next(code for code, dtype in DTYPES.items() if np.dtype(dtype) == self.dtype)
         count = len(lengths)
-        head = _HEADER.pack(MAGIC, 1, code, count, count + 1)
+        header = _HEADER.pack(MAGIC, 1, code, count, count + 1)
         offsets = (np.cumsum(lengths, dtype="<i8") - lengths) * self.dtype.itemsize
         firsts = np.arange(count + 1, dtype="<i8")
-        return b"".join((head, lengths.tobytes(), offsets.tobytes(), firsts.tobytes()))
+        return b"".join((header, lengths.tobytes(), offsets.tobytes(), firsts.tobytes()))
 
-    def _temporary(self, suffix: str) -> Path:
+    def _temporary_path(self, suffix: str) -> Path:
         return part_path(self.prefix, f"{suffix}.writing")
 
 
-def token_dtype(vocabulary: int) -> "np.dtype[Any]":
+def token_dtype(vocabulary_size: int) -> "np.dtype[Any]":
     """Return the token type for a vocabulary of this size."""
-    return np.dtype(DTYPES[8 if vocabulary < SMALL_VOCABULARY else 4])
+    return np.dtype(DTYPES[8 if vocabulary_size < SMALL_VOCABULARY else 4])
 
 
 def without_suffix(path: Path) -> Path:
