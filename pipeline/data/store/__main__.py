@@ -150,9 +150,12 @@ def _verify_checksums(file: TokenFile) -> None:
     checksums = part_path(file.path, "sha256")
     for line in checksums.read_text().splitlines() if checksums.exists() else ():
         digest, name = line.split(maxsplit=1)
-        with checksums.with_name(name).open("rb") as content:
+        path = checksums.with_name(name)
+        if not path.is_file():
+            raise DataError(f"{path} is missing, but {checksums} lists it; copy both again")
+        with path.open("rb") as content:
             if hashlib.file_digest(content, "sha256").hexdigest() != digest:
-                raise DataError(f"{content.name} differs from its checksum; copy it again")
+                raise DataError(f"{path} differs from its checksum; copy it again")
 
 
 def merge(options: argparse.Namespace) -> None:

@@ -29,10 +29,9 @@ def write_megatron(path: Path, documents: list[list[list[int]]], code: int) -> N
     lengths = np.array([len(sequence) for sequence in sequences], "<i4")
     offsets = (np.cumsum(lengths, dtype="<i8") - lengths) * dtype.itemsize
     firsts = np.cumsum([0, *map(len, documents)], dtype="<i8")
-    head = struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, code, len(sequences), len(firsts))
-    path.with_suffix(".idx").write_bytes(
-        head + lengths.tobytes() + offsets.tobytes() + firsts.tobytes()
-    )
+    header = struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, code, len(sequences), len(firsts))
+    index = header + lengths.tobytes() + offsets.tobytes() + firsts.tobytes()
+    path.with_suffix(".idx").write_bytes(index)
     path.with_suffix(".bin").write_bytes(np.concatenate(sequences).astype(dtype).tobytes())
 
 
@@ -44,7 +43,7 @@ def test_written_documents_are_read_back(tmp_path: Path) -> None:
     assert [file.document_at(token) for token in range(9)] == [0, 0, 0, 1, 2, 2, 2, 2, 2]
     assert file.slice(2, 5).tolist() == [EOS, EOS, 250]
     assert sorted(path.name for path in tmp_path.iterdir()) == [
-        f"c.tokens.{end}" for end in ("bin", "idx", "json", "sha256")
+        f"c.tokens.{suffix}" for suffix in ("bin", "idx", "json", "sha256")
     ]
     with pytest.raises(IndexError):
         file.tokens(3)
@@ -79,6 +78,11 @@ def test_verify_detects_every_changed_byte(
             assert stopped.value.code == 2
             content[position] ^= 4
         (tmp_path / name).write_bytes(content)
+
+    (tmp_path / "c.sha256").write_text(f"{'0' * 64}  d.bin\n")
+    with pytest.raises(SystemExit):
+        main(["verify", f"{tmp_path}/c"])
+    assert "d.bin is missing" in capsys.readouterr().out
 
 
 def test_shuffle_and_merge_keep_every_document(tmp_path: Path) -> None:
