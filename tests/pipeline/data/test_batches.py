@@ -89,7 +89,7 @@ def test_each_row_is_in_exactly_one_micro_batch(seed: int) -> None:
     assert all(sum(lengths[i] for i in batch) <= max_tokens or len(batch) == 1 for batch in batches)
 
 
-def test_at_least_gives_any_process_count_the_same_micro_batches() -> None:
+def test_min_count_gives_any_process_count_the_same_micro_batches() -> None:
     def compute_micro_batches(processes: int) -> list[list[int]]:
         shards = [
             micro_batches(

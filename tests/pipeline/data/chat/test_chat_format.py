@@ -111,8 +111,8 @@ def test_bos_occurs_once_at_the_start_if_the_tokenizer_adds_it(name: str) -> Non
 
     assert ids[0] == tokenizer.bos_token_id
     assert ids.count(tokenizer.bos_token_id) == 1
-    text = chat_format.encode((), (Message("assistant", "<s>Plain.<|endoftext|>\n"),)).input_ids
-    assert tokenizer.decode(text) == "<s>Plain.<|endoftext|>"
+    ids = chat_format.encode((), (Message("assistant", "<s>Plain.<|endoftext|>\n"),)).input_ids
+    assert tokenizer.decode(ids) == "<s>Plain.<|endoftext|>"
 
 
 def test_template_may_begin_with_space_and_bos() -> None:  # as Falcon-H1's
@@ -170,7 +170,6 @@ def test_untrained_turn_is_encoded_but_not_trained() -> None:
 
     assert decode_trained(tokenizer, encoded) == f" Fine.{tokenizer.eos_token}"
     assert "Hello you!" in tokenizer.decode(encoded.input_ids)
-    left_out = [
-        i for i, t in zip(trained_on_all.input_ids, trained_on_all.trained, strict=True) if not t
-    ]
-    assert "Hello you!" in tokenizer.decode(left_out)
+    pairs = zip(trained_on_all.input_ids, trained_on_all.trained, strict=True)
+    untrained_ids = [token for token, trained in pairs if not trained]
+    assert "Hello you!" in tokenizer.decode(untrained_ids)

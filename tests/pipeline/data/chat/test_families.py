@@ -59,11 +59,9 @@ def test_trained_tokens_are_the_response_and_its_end(family: str) -> None:
     first = [] if earlier is None else [f"{block}Red.{earlier}"]
     assert trained_runs(chat_format, TURNS, BLUE) == [*first, f"{block}Blue.{end}"]
     with refused if thought is None else nullcontext():
-        found = trained_runs(chat_format, (USER,), Message("assistant", THOUGHT))
-        assert found == [f"{thought}{end}"]
+        runs = trained_runs(chat_format, (USER,), Message("assistant", THOUGHT))
+        assert runs == [f"{thought}{end}"]
     with refused if call is None else nullcontext():
         *calls, last = trained_runs(chat_format, DIALOGUE, Message("assistant", "Yes."))
         assert last == f"{block}Yes.{end}"
-        assert [each.endswith(str(call)) and "Oslo" in each for each in calls] == [True] * bool(
-            call
-        )
+        assert [run.endswith(str(call)) and "Oslo" in run for run in calls] == [True] * bool(call)

@@ -189,11 +189,11 @@ def test_text_dialogue_is_split_into_turns(text: str) -> None:
 
 
 def test_response_labeled_false_is_read_as_rejected() -> None:
-    reading = ReadStats()
+    stats = ReadStats()
     row = {"prompt": "Q", "completion": "bad"}
 
     def parse(**columns: Any) -> Example | None:
-        return read_row(Row({**row, **columns}, ""), {}, reading)
+        return read_row(Row({**row, **columns}, ""), {}, stats)
 
     assert parse(label=True) == parse(label="true") == parse() == Example((QUESTION,), (BAD,))
     bad = Example((QUESTION,), rejected=(BAD,))
@@ -201,7 +201,7 @@ def test_response_labeled_false_is_read_as_rejected() -> None:
     assert parse(label="essay") == Example((QUESTION,), (BAD,))  # the name of a class
     tagged = read(conversations=DEMONSTRATION_FORMATS["ShareGPT"]["conversations"], kto_tag=False)
     assert tagged == Example((QUESTION,), rejected=(GOOD,), origin="rows.jsonl line 17")
-    assert reading.prompt_only == {"whose label marks the response as bad": 2}
+    assert stats.prompt_only == {"whose label marks the response as bad": 2}
 
 
 SCHEMA = {"name": "weather", "parameters": {"type": "object"}}
@@ -330,12 +330,12 @@ def test_reasoning_of_a_turn_is_read(turn: dict[str, Any]) -> None:
 
 
 def test_unused_keys_of_turns_are_reported_like_columns() -> None:
-    reading = ReadStats()
+    stats = ReadStats()
     user_turn = {"role": "user", "content": "Q", "strain": 3, "thinking": None, "reasoning": "no"}
     row = {"messages": [user_turn, {**turns(GOOD_PAIR)[0], "loss": True}], "t": "x"}
 
-    assert read_row(Row(row, ""), {}, reading) == Example((QUESTION,), (GOOD,))
-    assert reading.columns - reading.used == {*("messages[].strain", "messages[].reasoning", "t")}
+    assert read_row(Row(row, ""), {}, stats) == Example((QUESTION,), (GOOD,))
+    assert stats.columns - stats.used == {*("messages[].strain", "messages[].reasoning", "t")}
 
 
 @pytest.mark.parametrize(
@@ -362,19 +362,19 @@ def test_other_text_in_brackets_is_plain_text(text: str) -> None:
 
 
 def test_response_continues_the_assistant_turn_of_the_prompt() -> None:
-    reading = ReadStats()
+    stats = ReadStats()
     prompt = turns(("user", "Q"), ("assistant", "The"))
     row = {"prompt": prompt, "response": " answer "}
 
-    assert read_row(Row(row, "rows.jsonl line 17"), {}, reading) == Example(
+    assert read_row(Row(row, "rows.jsonl line 17"), {}, stats) == Example(
         (QUESTION, Message("assistant", "The", trained=False)),
         (Message("assistant", " answer"),),
         origin="rows.jsonl line 17",
     )
     assert read(prompt=turns(("user", "Q"), ("assistant", " "))) == read(prompt="Q")
-    begun = {"messages": turns(("assistant", "Hi!"), ("user", "Q"), GOOD_PAIR)}
-    read_row(Row(begun, "rows.jsonl line 18"), {}, reading)
-    assert [*reading.remarks.values()] == [["rows.jsonl line 17"], ["rows.jsonl line 18"]]
+    assistant_first = {"messages": turns(("assistant", "Hi!"), ("user", "Q"), GOOD_PAIR)}
+    read_row(Row(assistant_first, "rows.jsonl line 18"), {}, stats)
+    assert [*stats.remarks.values()] == [["rows.jsonl line 17"], ["rows.jsonl line 18"]]
 
 
 def test_unpaired_surrogate_in_a_json_string_raises() -> None:
@@ -448,19 +448,18 @@ def test_invalid_row_raises_with_its_line(row: dict[str, Any], message: str) -> 
     ],
 )
 def test_unusable_row_is_omitted_and_counted(row: dict[str, Any], reason: str) -> None:
-    reading = ReadStats()
+    stats = ReadStats()
 
-    assert read_row(Row(row, "rows.jsonl line 17"), {}, reading) is None
-    ((actual_reason, count),) = reading.skipped.items()
+    assert read_row(Row(row, "rows.jsonl line 17"), {}, stats) is None
+    ((actual_reason, count),) = stats.skipped.items()
     assert (reason in actual_reason, count) == (True, 1)
 
 
 def test_margins_and_empty_turns_are_read() -> None:
     from_scores = read(prompt="Q", chosen="a", rejected="b", score_chosen=3.5, score_rejected=1.0)
     from_margin = read(prompt="Q", chosen="a", rejected="b", score_chosen=3.5, margin=9.0)
-    empty = read(
-        messages=turns(("user", "Q"), ("assistant", ""), ("user", "R"), ("assistant", "a"))
-    )
+    messages = turns(("user", "Q"), ("assistant", ""), ("user", "R"), ("assistant", "a"))
+    empty = read(messages=messages)
     history = read(instruction="R", output="a", history=[["Q", ""]])  # as in LLaMA-Factory
 
     assert from_scores is not None

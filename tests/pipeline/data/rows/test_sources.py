@@ -26,7 +26,7 @@ def write(path: Path, rows: list[dict[str, Any]] = ROWS) -> Path:
     return path
 
 
-def columns(source: Source) -> list[dict[str, Any]]:
+def get_rows(source: Source) -> list[dict[str, Any]]:
     return [dict(row.columns) for row in source.train]
 
 
@@ -44,11 +44,11 @@ def test_every_file_format_yields_its_rows_in_order(name: str, tmp_path: Path) -
 
     source = read_source(str(path))
 
-    assert columns(source) == ROWS
+    assert get_rows(source) == ROWS
     assert source.eval == []
     if name.endswith(".gz"):
         path.write_bytes(gzip.decompress(path.read_bytes()))  # as browsers do
-        assert columns(read_source(str(path))) == ROWS
+        assert get_rows(read_source(str(path))) == ROWS
     word = "row" if name.endswith("parquet") else "line"
     assert [row.origin for row in source.train] == [f"{path} {word} 1", f"{path} {word} 2"]
 
@@ -74,7 +74,7 @@ def test_directory_keeps_its_test_split(test_file: str, tmp_path: Path) -> None:
 
     source = read_source(f"{tmp_path}:2")
 
-    assert sorted(row["prompt"] for row in columns(source)) == ["a", "ç"]
+    assert sorted(row["prompt"] for row in get_rows(source)) == ["a", "ç"]
     assert [row.columns["prompt"] for row in source.eval] == ["held"]
     assert source.weight == 2.0
 
@@ -148,7 +148,7 @@ def test_directory_of_split_files_is_read_like_a_hub_set(tmp_path: Path) -> None
         write(tmp_path / "plain" / f"{name}.jsonl", [{"text": name}])
 
     prefs = read_source(str(tmp_path / "set"), step=2)
-    named = read_source(f"{tmp_path / 'plain'}@train_b")
+    train_b = read_source(f"{tmp_path / 'plain'}@train_b")
 
     assert [row.columns["text"] for row in (*prefs.train, *prefs.eval)] == [
         *("train_prefs", "test_prefs")
@@ -157,7 +157,7 @@ def test_directory_of_split_files_is_read_like_a_hub_set(tmp_path: Path) -> None
     assert "several training splits" in get_error_message(tmp_path / "set")
     plain = read_source(str(tmp_path / "plain"))
     assert [row.columns["text"] for row in plain.train] == ["train_a", "train_b"]
-    assert [row.columns["text"] for row in (*named.train, *named.eval)] == ["train_b", "test"]
+    assert [row.columns["text"] for row in (*train_b.train, *train_b.eval)] == ["train_b", "test"]
 
 
 def test_unreachable_hub_name_raises_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,7 +198,7 @@ def test_json_objects_may_be_indented(tmp_path: Path) -> None:
 
     source = read_source(str(path))
 
-    assert columns(source) == ROWS
+    assert get_rows(source) == ROWS
     assert [row.origin for row in source.train] == [f"{path} line 1", f"{path} line 6"]
 
 
@@ -207,7 +207,7 @@ def test_nan_is_read_as_a_missing_value(text: str, tmp_path: Path) -> None:
     path = tmp_path / ("rows.json" if text[0] == "[" else "rows.csv")
     path.write_text(text)
 
-    assert columns(read_source(str(path))) == [{"a": "x", "b": None}]
+    assert get_rows(read_source(str(path))) == [{"a": "x", "b": None}]
 
 
 def test_text_after_a_json_list_raises(tmp_path: Path) -> None:
@@ -223,7 +223,7 @@ def test_pandas_index_is_a_separate_column(tmp_path: Path) -> None:
     path = tmp_path / "rows.csv"
     path.write_text(",prompt,response\n0,a,b\n")
 
-    assert columns(read_source(str(path))) == [{"Unnamed: 0": "0", "prompt": "a", "response": "b"}]
+    assert get_rows(read_source(str(path))) == [{"Unnamed: 0": "0", "prompt": "a", "response": "b"}]
 
 
 def test_directory_written_by_save_to_disk_raises(tmp_path: Path) -> None:

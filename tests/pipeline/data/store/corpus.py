@@ -15,8 +15,8 @@ ORIGIN = Origin("bytes", "ab" * 32)
 def byte_vocabulary() -> Vocabulary:
     """A tokenizer with a token for every byte and a special one, <|end|>, as eos."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    letters = {letter: number for number, letter in enumerate(alphabet)}
-    tokenizer = Tokenizer(models.BPE(vocab=letters, merges=[]))
+    vocab = {byte: number for number, byte in enumerate(alphabet)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(["<|end|>"])

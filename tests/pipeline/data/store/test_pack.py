@@ -31,14 +31,14 @@ def run_pack(source: Path | list[Path], out: Path, **settings: object) -> TokenF
 
 
 def read_texts(file: TokenFile) -> list[str]:
-    encoder = Tokenizer.from_str(VOCABULARY.definition)
+    tokenizer = Tokenizer.from_str(VOCABULARY.definition)
     documents = [file.tokens(n).tolist() for n in range(file.documents)]
     assert all(document.index(EOS) == len(document) - 1 for document in documents)
-    return [encoder.decode(document[:-1], skip_special_tokens=False) for document in documents]
+    return [tokenizer.decode(document[:-1], skip_special_tokens=False) for document in documents]
 
 
 def read_output_files(prefix: Path) -> list[bytes]:
-    return [Path(f"{prefix}.{end}").read_bytes() for end in ("bin", "idx", "json")]
+    return [Path(f"{prefix}.{suffix}").read_bytes() for suffix in ("bin", "idx", "json")]
 
 
 @pytest.mark.parametrize(
@@ -75,27 +75,27 @@ def test_output_files_do_not_depend_on_the_number_of_workers(tmp_path: Path) -> 
 def test_resume_keeps_finished_pieces_and_rejects_changed_sources(tmp_path: Path) -> None:
     write_rows(tmp_path / "a.jsonl", TEXTS)
     run_pack(tmp_path / "a.jsonl", tmp_path / "expected")
-    bad = tmp_path / "a.jsonl"
-    content = bad.read_bytes()
-    bad.write_bytes(content[:-12] + b'{"txet":"l"}')
+    source = tmp_path / "a.jsonl"
+    content = source.read_bytes()
+    source.write_bytes(content[:-12] + b'{"txet":"l"}')
     with pytest.raises(DataError):
-        run_pack(bad, tmp_path / "x")
+        run_pack(source, tmp_path / "x")
     pieces = sorted((tmp_path / "x.pieces").glob("*.npz"))
     times = [path.stat().st_mtime_ns for path in pieces]
     with pytest.raises(ConfigError, match="unfinished run"):
-        run_pack(bad, tmp_path / "x")
+        run_pack(source, tmp_path / "x")
 
-    file = run_pack(bad, tmp_path / "x", resume=True, skip_bad_rows=True)
+    file = run_pack(source, tmp_path / "x", resume=True, skip_bad_rows=True)
 
     assert len(pieces) > 20
     assert times == sorted(times)
     assert read_texts(file) == TEXTS[:-1]
     assert not (tmp_path / "x.pieces").exists()
     with pytest.raises(DataError):
-        run_pack(bad, tmp_path / "y")
-    bad.write_bytes(content)
+        run_pack(source, tmp_path / "y")
+    source.write_bytes(content)
     with pytest.raises(ConfigError, match="different source files"):
-        run_pack(bad, tmp_path / "y", resume=True)
+        run_pack(source, tmp_path / "y", resume=True)
 
 
 def test_bad_row_is_reported_with_its_line(
