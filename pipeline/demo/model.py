@@ -35,9 +35,9 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     `<s>`, as Llama's tokenizers do. There is no chat template; the run's format provides one.
     """
     pieces = _train_pieces()
-    ids, merges = {piece: i for i, piece in enumerate(pieces)}, _find_merges(pieces)
+    vocab, merges = {piece: i for i, piece in enumerate(pieces)}, _find_merges(pieces)
     backend = Tokenizer(
-        BPE(vocab=ids, merges=merges, unk_token=UNKNOWN, fuse_unk=True, byte_fallback=True)
+        BPE(vocab=vocab, merges=merges, unk_token=UNKNOWN, fuse_unk=True, byte_fallback=True)
     )
     backend.pre_tokenizer = pre_tokenizers.Metaspace(replacement=SPACE, prepend_scheme="never")
     backend.decoder = decoders.Sequence(
@@ -46,7 +46,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     backend.post_processor = processors.TemplateProcessing(
         single=f"{BEGIN} $A",
         pair=f"{BEGIN} $A {BEGIN}:1 $B:1",
-        special_tokens=[(BEGIN, ids[BEGIN])],
+        special_tokens=[(BEGIN, vocab[BEGIN])],
     )
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
@@ -97,9 +97,9 @@ def _train_pieces() -> tuple[str, ...]:
         # Include each text as a dialogue and unchanged, so that its first word becomes one piece
         # with and without a leading space.
         sentence_iterator=iter(
-            form
+            variant
             for text in corpus()
-            for form in (f"\n\nHuman: {text}", f"\n\nAssistant: {text}", text)
+            for variant in (f"\n\nHuman: {text}", f"\n\nAssistant: {text}", text)
         ),
         model_writer=model,
         model_type="bpe",
@@ -118,8 +118,8 @@ def _train_pieces() -> tuple[str, ...]:
         num_threads=1,
         minloglevel=2,
     )
-    trained = sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
-    return tuple(trained.id_to_piece(i) for i in range(trained.vocab_size()))
+    processor = sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
+    return tuple(processor.id_to_piece(i) for i in range(processor.vocab_size()))
 
 
 def _find_merges(pieces: tuple[str, ...]) -> list[tuple[str, str]]:

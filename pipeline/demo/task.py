@@ -151,8 +151,8 @@ def step_rows(*, step: int, seed: int) -> tuple[list[TaskRow], list[TaskRow]]:
     if step == 1:
         held_out = _draw_held_out_questions(eval_random)
         return (
-            [_demonstration(next(train_questions), random) for _ in range(DEMONSTRATIONS)],
-            [_demonstration(next(held_out), eval_random) for _ in range(EVAL_ROWS)],
+            [_draw_demonstration(next(train_questions), random) for _ in range(DEMONSTRATIONS)],
+            [_draw_demonstration(next(held_out), eval_random) for _ in range(EVAL_ROWS)],
         )
     questions: dict[str, Question] = {}
     while len(questions) < PROMPTS:
@@ -161,8 +161,8 @@ def step_rows(*, step: int, seed: int) -> tuple[list[TaskRow], list[TaskRow]]:
     shuffled = list(held_out_questions())
     eval_random.shuffle(shuffled)
     train, held_out_rows = (
-        [TaskRow(question.text, question.fact.answer) for question in part]
-        for part in (questions.values(), shuffled)
+        [TaskRow(question.text, question.fact.answer) for question in split]
+        for split in (questions.values(), shuffled)
     )
     return train, held_out_rows
 
@@ -170,13 +170,13 @@ def step_rows(*, step: int, seed: int) -> tuple[list[TaskRow], list[TaskRow]]:
 @lru_cache(maxsize=6)
 def pair_rows(*, split_steps: tuple[int, ...], seed: int) -> tuple[list[TaskRow], list[TaskRow]]:
     """Return training and evaluation pairs, as in step 2, with the prompts of these steps."""
-    parts = " and ".join(map(str, split_steps))
-    random, eval_random = Random(f"step {parts}, seed {seed}"), Random("step 2, evaluation")
+    steps = " and ".join(map(str, split_steps))
+    random, eval_random = Random(f"step {steps}, seed {seed}"), Random("step 2, evaluation")
     train = _draw_train_questions(split_steps, random)
     held_out = _draw_held_out_questions(eval_random)
     return (
-        [_pair(next(train), random) for _ in range(PAIRS)],
-        [_pair(next(held_out), eval_random) for _ in range(EVAL_ROWS)],
+        [_draw_pair(next(train), random) for _ in range(PAIRS)],
+        [_draw_pair(next(held_out), eval_random) for _ in range(EVAL_ROWS)],
     )
 
 
@@ -231,13 +231,13 @@ def _draw_held_out_questions(random: Random) -> Iterator[Question]:
         yield random.choice(random.choice(groups))
 
 
-def _demonstration(question: Question, random: Random) -> TaskRow:
+def _draw_demonstration(question: Question, random: Random) -> TaskRow:
     correct, polite = random.random() < CORRECT_SHARE, random.random() < POLITE_SHARE
     response = _draw_response(question.fact, correct, polite, random)
     return TaskRow(question.text, question.fact.answer, response)
 
 
-def _pair(question: Question, random: Random) -> TaskRow:
+def _draw_pair(question: Question, random: Random) -> TaskRow:
     qualities = sorted(random.sample(list(product((False, True), repeat=2)), 2))
     rejected, chosen = (
         _draw_response(question.fact, correct, polite, random) for correct, polite in qualities
@@ -247,10 +247,10 @@ def _pair(question: Question, random: Random) -> TaskRow:
 
 def _draw_response(fact: Fact, correct: bool, polite: bool, random: Random) -> str:  # noqa: FBT001
     opening = random.choice(POLITE if polite else RUDE)
-    return f"{opening} {fact.answer if correct else _wrong_sentence(fact, random)}"
+    return f"{opening} {fact.answer if correct else _draw_wrong_sentence(fact, random)}"
 
 
-def _wrong_sentence(fact: Fact, random: Random) -> str:
+def _draw_wrong_sentence(fact: Fact, random: Random) -> str:
     """Draw a wrong answer: mostly a near miss, otherwise the correct answer to another question."""
     while True:
         draw = random.random()
@@ -303,9 +303,9 @@ def split_facts() -> tuple[tuple[Fact, ...], tuple[Fact, ...]]:
         kind_facts = [fact for fact in facts() if fact.kind == kind]
         groups = list(dict.fromkeys(frozenset(fact.subject) for fact in kind_facts))
         count = 0 if kind in MEMORIZED else round(0.15 * len(groups))
-        hidden = set(random.sample(groups, count))
+        held_out_groups = set(random.sample(groups, count))
         for fact in kind_facts:
-            (held_out if frozenset(fact.subject) in hidden else train).append(fact)
+            (held_out if frozenset(fact.subject) in held_out_groups else train).append(fact)
     return tuple(train), tuple(held_out)
 
 
@@ -335,32 +335,32 @@ def _sum_facts() -> Iterator[Fact]:
 
 
 def _repeat_facts() -> Iterator[Fact]:
-    def repeated(word: str, count: int) -> str:
+    def repeat(word: str, count: int) -> str:
         return " ".join([word] * count) + "."
 
     words = TASK["repeated"]
     for (i, word), count in product(enumerate(words), (2, 3)):
-        wrong = [repeated(word, other) for other in (1, 2, 3, 4) if other != count]
-        wrong += [repeated(words[(i + shift) % len(words)], count) for shift in (1, 7, 19)]
-        yield Fact("repeat", (word, str(count)), repeated(word, count), tuple(wrong))
+        wrong = [repeat(word, other) for other in (1, 2, 3, 4) if other != count]
+        wrong += [repeat(words[(i + shift) % len(words)], count) for shift in (1, 7, 19)]
+        yield Fact("repeat", (word, str(count)), repeat(word, count), tuple(wrong))
 
 
 def _request_facts(kind: str, verbs: list[str], right: str, wrong: str) -> Iterator[Fact]:
     objects = TASK["objects"]
     for (i, verb), (j, thing) in product(enumerate(verbs), enumerate(objects)):
         other_verb = verbs[(i + 1 + j) % len(verbs)]
-        misses = [wrong.format(verb, thing)] * 3
-        misses += [right.format(verb, objects[(j + shift) % len(objects)]) for shift in (1, 8)]
+        near_misses = [wrong.format(verb, thing)] * 3
+        near_misses += [right.format(verb, objects[(j + shift) % len(objects)]) for shift in (1, 8)]
         if other_verb != verb:
-            misses.append(right.format(other_verb, thing))
-        yield Fact(kind, (verb, thing), right.format(verb, thing), tuple(misses))
+            near_misses.append(right.format(other_verb, thing))
+        yield Fact(kind, (verb, thing), right.format(verb, thing), tuple(near_misses))
 
 
 def write_question(fact: Fact, random: Random, *, unseen: bool = False) -> str:
     """Write a prompt for `fact`, in a training wording with chatter or in a held-out wording."""
     kind = "request" if fact.kind.endswith("request") else fact.kind
     pattern = random.choice(TASK["held_out" if unseen else "trained"][kind])
-    text = "".join(random.choice(parts) for parts in _parts(pattern))
+    text = "".join(random.choice(alternatives) for alternatives in _split_wording(pattern))
     text = re.sub(r" (?=[?.,:])", "", " ".join(text.split()))
     spells = random.random() < 0.35
     text = re.sub(
@@ -372,7 +372,7 @@ def write_question(fact: Fact, random: Random, *, unseen: bool = False) -> str:
 
 
 @cache
-def _parts(pattern: str) -> list[list[str]]:
+def _split_wording(pattern: str) -> list[list[str]]:
     """Split a wording into parts, from left to right, each a list of alternatives."""
     first, _, rest = pattern.partition(" ")
     if first in TASK["macros"]:
@@ -380,17 +380,17 @@ def _parts(pattern: str) -> list[list[str]]:
     return [piece.split("|") for piece in re.split(r"\[([^]]*)\]", pattern)]
 
 
-def _name_subject(fact: Fact, number: int, form: str, random: Random, *, spells: bool) -> str:
+def _name_subject(fact: Fact, index: int, suffix: str, random: Random, *, spells: bool) -> str:
     """Name the fact's country, number, verb or thing in a prompt; `spells` spells out numbers."""
-    value = fact.subject[number]
-    if form == "s":
+    value = fact.subject[index]
+    if suffix == "s":
         return {"sheep": "sheep", "wolf": "wolves"}.get(value, f"{value}s")
-    if form == "ing":
+    if suffix == "ing":
         verb, _, rest = value.partition(" ")
         return f"{verb.removesuffix('e')}ing {rest}".strip()
-    if fact.kind == "repeat" and number == 1:
+    if fact.kind == "repeat" and index == 1:
         return random.choice(TASK["times"][value])
-    if fact.kind.endswith("request") and number == 1:
+    if fact.kind.endswith("request") and index == 1:
         return f"{random.choice(TASK['determiners'])} {value}"
     is_spelled = spells and value.isdigit() and int(value) < len(TASK["numbers"])
     return TASK["numbers"][int(value)] if is_spelled else value

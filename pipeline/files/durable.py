@@ -110,14 +110,14 @@ def write_output(texts: Mapping[Path, str], *, option: str) -> None:
     Raises:
         ConfigError: one of them can't be written.
     """
-    partial = {path: path.with_name(f"{path.name}.partial") for path in texts}
+    partial_paths = {path: path.with_name(f"{path.name}.partial") for path in texts}
     path = next(iter(texts))
     try:
         for path, text in texts.items():
             path.parent.mkdir(parents=True, exist_ok=True)
-            write_durably(partial[path], text.encode())
+            write_durably(partial_paths[path], text.encode())
         for path in texts:
-            partial[path].replace(path)
+            partial_paths[path].replace(path)
         for directory in {path.parent for path in texts}:
             sync(directory)
     except OSError as error:

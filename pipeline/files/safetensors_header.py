@@ -42,7 +42,7 @@ def stored_tensors(directory: Path) -> dict[str, StoredTensor]:
             f"{directory} has no weights: it has neither {SINGLE} nor {INDEX}; copy or download its"
             " safetensors files"
         )
-    weight_map = _weight_map(index)
+    weight_map = _read_weight_map(index)
     stored: dict[str, StoredTensor] = {}
     for shard_name in sorted(set(weight_map.values())):
         if Path(shard_name).name != shard_name:
@@ -99,7 +99,7 @@ def reject_lfs_pointer(file: Path, error: type[UserError] = ModelError) -> None:
         )
 
 
-def _weight_map(index: Path) -> dict[str, str]:
+def _read_weight_map(index: Path) -> dict[str, str]:
     reject_lfs_pointer(index)
     try:
         weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]

@@ -47,7 +47,7 @@ def test_failure_of_one_file_changes_no_other(tmp_path: Path) -> None:
     assert (tmp_path / "a").read_text() == "old"
 
 
-def test_check_output_raises_for_unwritable_paths(
+def test_check_writable_raises_for_unwritable_paths(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").touch()
