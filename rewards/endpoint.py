@@ -94,7 +94,8 @@ class Endpoint:
                 f"{self.url} did not reply within {self.timeout_seconds:g} s"
             ) from None
         except (OSError, http.client.HTTPException) as error:
-            raise _TransientError(f"{self.url} can't be reached: {error or type(error)}") from None
+            reason = str(error) or type(error).__name__
+            raise _TransientError(f"{self.url} can't be reached: {reason}") from None
         finally:
             connection.close()
         return self._parse_reply(response, content)
@@ -173,7 +174,6 @@ def remote_scorer(config: RewardConfig, endpoint: Endpoint) -> Scorer:
             "prompts": prompts,
             "labels": [episode.extra.get(column) for episode in episodes],
         }
-
         try:
             reply = endpoint.post(body)
         except EndpointError as error:
