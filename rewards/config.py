@@ -142,7 +142,8 @@ class RewardConfig:
     def __post_init__(self) -> None:
         require(
             re.fullmatch(r"[A-Za-z]\w*", self.name) is not None,
-            f"rewards: a source's name must consist of letters, digits and _, got {self.name!r}",
+            "rewards: a source's name must begin with a letter and consist of letters, digits and"
+            f" _, got {self.name!r}",
         )
         where = f"rewards.{self.name}"
         for field in fields(self):

@@ -20,6 +20,7 @@ from step3_ppo.config import PPOConfig
         ('[{"name": "a", "kind": "math", "wieght": 2}]', "did you mean rewards.weight"),
         ('[{"name": "a", "kind": "math", "weight": "x"}]', "rewards.weight.* must be a number"),
         ('[{"name": "a b", "kind": "math"}]', "letters, digits and _"),
+        ('[{"name": "1a", "kind": "math"}]', "begin with a letter and consist of"),
         ('[{"name": "score", "kind": "math"}]', "metric name reward_score is reserved"),
     ],
 )
