@@ -239,6 +239,11 @@ def check_sandbox(config: RewardConfig) -> None:
     else:
         if result.output.strip() == b"42":
             return
+        if result.code is None:
+            raise ConfigError(
+                f"rewards.{config.name}.sandbox: a test program took longer than"
+                f" {limits.seconds:g} s; try again when the machine is less busy"
+            )
         problem = f"a test program failed with exit code {result.code}"
     hint = (
         "enable user namespaces and Landlock in the container or kernel, or set sandbox: process"
