@@ -1,8 +1,6 @@
 """Prompts and grading of the tasks."""
 
-import json
 from collections import Counter
-from pathlib import Path
 
 import pytest
 
@@ -10,18 +8,6 @@ from evaluation.contract import Question, ReadOptions
 from evaluation.tasks import TASKS, grade_gsm8k
 from pipeline.data.examples import Message
 from pipeline.demo.task import held_out_questions
-
-
-@pytest.fixture
-def rows(tmp_path: Path) -> Path:
-    """Rows 0 to 9 with GSM8K's schema; the answer is twice the row's number."""
-    contents = [
-        {"question": f"{n} and {n}?", "answer": f"{n} + {n} = {2 * n}\n#### {2 * n}"}
-        for n in range(10)
-    ]
-    path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in contents))
-    return path
 
 
 @pytest.mark.parametrize(

@@ -17,12 +17,6 @@ from tests.pipeline.data.tokenizers import byte_level
 SCORE = """
 def length(episodes):
     return [None if "0" in e.prompt[-1].content else float(len(e.response)) for e in episodes]
-
-def nothing(episodes):
-    return [None for e in episodes]
-
-def broken(episodes):
-    raise KeyError("x")
 """
 
 
