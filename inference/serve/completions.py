@@ -122,6 +122,8 @@ class Reply:
     kind: str
     """OpenAI's name for the object type."""
     chunk_kind: str
+    prompt_field: str
+    """Name of the field that contains the prompt."""
     starts_text: bool = False
     """Whether a response starts a new text, whose first word may lose its leading space."""
 
@@ -190,7 +192,7 @@ class Reply:
             raise ApiError(400, f"a request can have at most {MAX_ROWS} responses", param="n")
         sampler = _make_sampler(fields, self.served, self.seed)
         for row, prompt in enumerate(self.prompts):
-            check_prompt(self.served, prompt)
+            check_prompt(self.served, prompt, self.prompt_field)
             length = self._max_tokens(fields, len(prompt), max_tokens)
             self.requests.append(
                 [
@@ -227,27 +229,27 @@ class Reply:
         return length
 
 
-def check_prompt(served: ServedModel, prompt: Sequence[int], *, min_room: int = 1) -> None:
+def check_prompt(served: ServedModel, prompt: Sequence[int], param: str, min_room: int = 1) -> None:
     """Reject a prompt that is empty, leaves no room for `min_room` tokens or has unknown ids.
 
     Raises:
         ApiError: the prompt is rejected.
     """
     if not prompt:
-        raise ApiError(400, "a prompt has no tokens; it needs at least one", param="prompt")
+        raise ApiError(400, "a prompt has no tokens; it needs at least one", param=param)
     if max(prompt) >= served.vocabulary:
         raise ApiError(
             400,
             f"prompt has the token id {max(prompt)}, but the ids of {served.name} are 0 to"
             f" {served.vocabulary - 1}; use its tokenizer",
-            param="prompt",
+            param=param,
         )
     if served.context - len(prompt) < min_room:
         raise ApiError(
             400,
             f"the prompt has {len(prompt)} tokens, but the context of {served.name} is"
             f" {served.context}, including the response; shorten the prompt",
-            param="messages",
+            param=param,
             code="context_length_exceeded",
         )
 
@@ -287,6 +289,7 @@ class ChatReply(Reply):
     """A reply to a dialogue."""
 
     prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
+    prompt_field = "messages"
 
     def __init__(self, state: State, fields: ChatRequest, client: str) -> None:
         super().__init__(state, fields, client)
@@ -349,7 +352,7 @@ class ChatReply(Reply):
 class TextReply(Reply):
     """A reply to a prompt of text or token ids, which the model continues."""
 
-    prefix, kind, chunk_kind = "cmpl", "text_completion", "text_completion"
+    prefix, kind, chunk_kind, prompt_field = "cmpl", "text_completion", "text_completion", "prompt"
 
     def __init__(self, state: State, fields: CompletionRequest, client: str) -> None:
         super().__init__(state, fields, client)
@@ -368,7 +371,7 @@ class TextReply(Reply):
         ]
         only_scores = bool(fields.echo) and fields.max_tokens == 0
         for prompt in self.prompts:
-            check_prompt(served, prompt, min_room=0 if only_scores else 1)
+            check_prompt(served, prompt, self.prompt_field, 0 if only_scores else 1)
         if not only_scores:
             limit = 16 if fields.max_tokens is None else fields.max_tokens  # OpenAI's default
             self.prepare(fields, limit, fields.logprobs)

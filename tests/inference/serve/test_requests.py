@@ -47,6 +47,8 @@ def completion_texts(server: LiveServer, **fields: Any) -> list[str]:
         (COMPLETIONS, {"prompt": []}, "prompt"),
         (COMPLETIONS, {"prompt": [[5], []]}, "prompt"),
         (COMPLETIONS, {"prompt": [100000]}, "prompt"),
+        (COMPLETIONS, {"prompt": [5] * 999}, "prompt"),
+        (CHAT, {"messages": [{"role": "user", "content": "Hi " * 999}]}, "messages"),
         (COMPLETIONS, {"prompt": "Hi", "n": 4}, "n"),
         (COMPLETIONS, {"prompt": ["Hi"] * 400, "n": 3}, "n"),
         (COMPLETIONS, {"prompt": "Hi", "n": 2, "best_of": 3}, "best_of"),
