@@ -53,15 +53,15 @@ def main(argv: Sequence[str]) -> None:
         about="Score the responses in a file of rows, without a model, and summarize the results.",
     )
     configs = read_specs(config.reward)
-    kept = row_columns(read_sources(configs))  # checks the sources before reading rows
-    column = next(
-        (item.resolved_column for item in configs if item.resolved_column is not None), None
+    columns = row_columns(read_sources(configs))  # checks the sources before reading rows
+    answer_column = next(
+        (source.resolved_column for source in configs if source.resolved_column is not None), ""
     )
     rows = read_source(config.data_path).train[: config.limit]
-    check_columns([row.columns for row in rows], config.fields, kept)
-    responses = [(row, _read_response(row, config, column, kept)) for row in rows]
-    origins = [row.origin for row, episode in responses if episode is not None]
-    episodes = [episode for _, episode in responses if episode is not None]
+    check_columns([row.columns for row in rows], config.fields, columns)
+    pairs = [(row, _read_response(row, config, answer_column, columns)) for row in rows]
+    origins = [row.origin for row, episode in pairs if episode is not None]
+    episodes = [episode for _, episode in pairs if episode is not None]
     if not episodes:
         raise DataError(
             'no row has a response to score; map its column: --fields \'{"response": "COLUMN"}\''
@@ -71,57 +71,57 @@ def main(argv: Sequence[str]) -> None:
     ) as rewards:
         for note in rewards.notes:
             print_output(note)
-        began = time.monotonic()
-        for start in range(0, len(episodes), CHUNK):
-            rewards.submit(episodes[start : start + CHUNK])
+        start_time = time.monotonic()
+        for first in range(0, len(episodes), CHUNK):
+            rewards.submit(episodes[first : first + CHUNK])
         results = rewards.results()
-        speed = len(episodes) / (time.monotonic() - began)
+        rate = len(episodes) / (time.monotonic() - start_time)
     num_skipped = len(rows) - len(episodes)
     skipped = f", {num_skipped} skipped without a response" if num_skipped else ""
-    summary = f"{config.data_path}: {len(episodes)} responses{skipped}, {speed:,.0f} per second"
-    print_output("\n".join([summary, "", *_table(results), *_first_rows(origins, results)]))
-    if any(scored.num_failed for scored in results.values()):
+    summary = f"{config.data_path}: {len(episodes)} responses{skipped}, {rate:,.0f} per second"
+    print_output("\n".join([summary, "", *_format_table(results), *_first_rows(origins, results)]))
+    if any(result.num_failed for result in results.values()):
         raise SystemExit(EXIT_FAILED)
 
 
 def _read_response(
-    row: Row, config: VerifyConfig, column: str | None, kept: RowColumns
+    row: Row, config: VerifyConfig, answer_column: str, columns: RowColumns
 ) -> Episode | None:
     """Return the row's response as an episode; None if the row has no response."""
     example = read_row(row, config.fields)
     if example is None:
         return None
     response = (
-        example.chosen[-1].content if example.chosen else find_column(row.columns, column or "")
+        example.chosen[-1].content if example.chosen else find_column(row.columns, answer_column)
     )
     if response is None:
         return None
     # Without a model there is no tokenizer: count words instead of tokens.
     num_tokens = len(str(response).split())
-    extra = kept.select(row.columns)
+    extra = columns.select(row.columns)
     return Episode(example.prompt, str(response), extra=extra, num_tokens=num_tokens)
 
 
-def _table(results: dict[str, SourceResults]) -> Iterator[str]:
+def _format_table(results: dict[str, SourceResults]) -> Iterator[str]:
     """Yield the table's lines: for each source, fractions of responses by reward, and the mean."""
     width = max(len("source"), *map(len, results))
     headings = ("= 1", "= 0", "None", "failed", "mean")
     yield "  ".join([f"{'source':{width}}", *(f"{heading:>7}" for heading in headings)])
-    for name, scored in results.items():
-        values = [value for value in scored.values if value is not None]
-        count = len(scored.values)
+    for name, result in results.items():
+        values = [value for value in result.values if value is not None]
+        count = len(result.values)
         ones, zeros = sum(value >= 1 for value in values), sum(value == 0 for value in values)
-        missing = count - len(values) - scored.num_failed
-        fractions = [f"{n / count:7.1%}" for n in (ones, zeros, missing, scored.num_failed)]
+        missing = count - len(values) - result.num_failed
+        fractions = [f"{n / count:7.1%}" for n in (ones, zeros, missing, result.num_failed)]
         mean = math.fsum(values) / len(values) if values else math.nan
         yield "  ".join([f"{name:{width}}", *fractions, f"{mean:7.3f}"])
 
 
 def _first_rows(origins: Sequence[str], results: dict[str, SourceResults]) -> Iterator[str]:
     """Yield the first rows on which each source fails, does not apply, or returns less than 1."""
-    for name, scored in results.items():
+    for name, result in results.items():
         first_rows: dict[str, str] = {}
-        for origin, value, failure in zip(origins, scored.values, scored.failures, strict=True):
+        for origin, value, failure in zip(origins, result.values, result.failures, strict=True):
             if failure is not None:
                 first_rows.setdefault("failed", f"{origin}: {failure}")
             elif value is None:

@@ -147,7 +147,7 @@ class RewardConfig:
         )
         where = f"rewards.{self.name}"
         for field in fields(self):
-            kinds = [kind for kind, reads in KINDS.items() if field.name in reads.settings]
+            kinds = [kind for kind, spec in KINDS.items() if field.name in spec.settings]
             require(
                 not kinds or self.kind in kinds or getattr(self, field.name) == field.default,
                 f"{where}.{field.name} is not a setting of kind {self.kind}, only of"
@@ -202,8 +202,8 @@ def read_spec(
         )
     base = str(settings.get("path", "")).rpartition(":")[2] if kind == "function" else kind
     numbered = (f"{base}_{number}" for number in itertools.count(2))
-    free = next(name for name in itertools.chain([base], numbered) if name not in used_names)
-    name = str(settings.get("name") or free)
+    default = next(name for name in itertools.chain([base], numbered) if name not in used_names)
+    name = str(settings.get("name") or default)
     layer = Layer({**settings, "name": name}, option)
     return build_config(RewardConfig, [layer], section=f"rewards.{name}.")
 

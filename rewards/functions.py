@@ -259,8 +259,8 @@ def _make_arguments(
     ]
     return {
         **columns,
-        "prompts": [[turn.turn for turn in prompt] for prompt, _ in dialogues],
-        "completions": [[turn.turn for turn in completion] for _, completion in dialogues],
+        "prompts": [[message.turn for message in prompt] for prompt, _ in dialogues],
+        "completions": [[message.turn for message in completion] for _, completion in dialogues],
     }
 
 

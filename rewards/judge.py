@@ -72,9 +72,9 @@ def parse_score(text: str, scale: tuple[float, float]) -> float:
         NoScoreError: the reply has no score, or a score outside the scale.
     """
     low, high = scale
-    for match in reversed(_JSON_OBJECT.findall(text)):
+    for candidate in reversed(_JSON_OBJECT.findall(text)):
         try:
-            score = json.loads(match).get("score")
+            score = json.loads(candidate).get("score")
         except ValueError:
             continue
         if isinstance(score, bool) or not isinstance(score, int | float):
@@ -110,8 +110,8 @@ def judge_scorer(config: RewardConfig, template: str, endpoint: Endpoint) -> Sco
             return Outcome.failed(str(error))
 
     def score_episodes(episodes: Sequence[Episode]) -> list[Outcome]:
-        with ThreadPoolExecutor(config.concurrency) as threads:
-            return list(threads.map(score, episodes))
+        with ThreadPoolExecutor(config.concurrency) as executor:
+            return list(executor.map(score, episodes))
 
     return score_episodes
 

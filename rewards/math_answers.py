@@ -18,19 +18,19 @@ MAX_LENGTH = 300
 """Maximum number of characters in an answer, and maximum exponent of a power of ten."""
 
 _DECIMAL = r"(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d*)?|\.\d+"
-_LATEX = r"\\frac\s*(?:\{\s*(-?\d+)\s*\}\s*\{\s*(-?\d+)\s*\}|(\d)\s*(\d))"
+_FRAC = r"\\frac\s*(?:\{\s*(-?\d+)\s*\}\s*\{\s*(-?\d+)\s*\}|(\d)\s*(\d))"
 
 _NUMBER = re.compile(
     rf"""(?P<sign>[-+]?)\s*(?:
-        (?P<whole>\d+)?\s*{_LATEX}
-        | (?P<mixed>\d+)\s+(?P<above>\d+)\s*/\s*(?P<below>\d+)
+        (?P<whole>\d+)?\s*{_FRAC}
+        | (?P<integer>\d+)\s+(?P<numerator>\d+)\s*/\s*(?P<denominator>\d+)
         | (?P<dividend>{_DECIMAL})\s*/\s*(?P<divisor>{_DECIMAL})
         | (?P<decimal>{_DECIMAL})(?:\s*(?:[eE]|(?:\\times|\*|×)\s*10\s*\^)\s*
           (?:\{{\s*)?(?P<power>[-+]?\d+)(?:\s*\}})?)?
     )""",
     re.VERBOSE,
 )
-_NUMBER_IN_TEXT = re.compile(rf"(?<![\w.])-?(?:{_LATEX}|(?:{_DECIMAL})(?:\s*/\s*(?:{_DECIMAL}))?)")
+_NUMBER_IN_TEXT = re.compile(rf"(?<![\w.])-?(?:{_FRAC}|(?:{_DECIMAL})(?:\s*/\s*(?:{_DECIMAL}))?)")
 """A number within a text, which no word character or dot precedes."""
 
 _FORMULA = re.compile(r"\$+([^$]+)\$+|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
@@ -155,12 +155,12 @@ def parse_number(text: str) -> Fraction | None:
 def _parse_match(match: re.Match[str]) -> Fraction | None:
     """Return the number of a match, without its sign."""
     latex, digits = match.groups()[2:4], match.groups()[4:6]
-    mixed, quotient = match.group("above", "below"), match.group("dividend", "divisor")
-    for above, below in (latex, digits, mixed, quotient):
-        if above is not None:
-            divisor = _parse_decimal(below)
-            whole = _parse_decimal(match["whole"] or match["mixed"] or "0")
-            return None if divisor == 0 else whole + _parse_decimal(above) / divisor
+    mixed, quotient = match.group("numerator", "denominator"), match.group("dividend", "divisor")
+    for numerator, denominator in (latex, digits, mixed, quotient):
+        if numerator is not None:
+            divisor = _parse_decimal(denominator)
+            whole = _parse_decimal(match["whole"] or match["integer"] or "0")
+            return None if divisor == 0 else whole + _parse_decimal(numerator) / divisor
     power = int(match["power"] or 0)
     if abs(power) > MAX_LENGTH:
         return None

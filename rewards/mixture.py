@@ -49,7 +49,7 @@ class Rewards:
         """Outcomes of each source, in order of submission."""
         self._calls: dict[int, tuple[int, range]] = {}
         """Source of each call and the indices of its outcomes, by call id."""
-        self._group_of_source, groups = _make_groups(self._sources, workers)
+        self._source_groups, groups = _make_groups(self._sources, workers)
         self._workers = Workers(groups)
 
     @property
@@ -74,7 +74,7 @@ class Rewards:
             for first in range(0, len(episodes), size):
                 call_id = self._workers.submit(
                     (index, episodes[first : first + size]),
-                    group=self._group_of_source[index],
+                    group=self._source_groups[index],
                     seconds=source.call_timeout(size),
                 )
                 self._calls[call_id] = index, range(start + first, start + first + size)
@@ -159,7 +159,7 @@ def _load_scorers(sources: Mapping[int, Source]) -> Handler:
             reason = f"{type(error).__name__}: {error}"
             raise ConfigError(f"rewards.{source.name} can't be loaded: {reason}") from error
 
-    def score(request: tuple[int, Sequence[Episode]], _tick: RestartDeadline) -> list[Outcome]:
+    def score(request: tuple[int, Sequence[Episode]], _restart: RestartDeadline) -> list[Outcome]:
         index, episodes = request
         return scorers[index](episodes)
 
@@ -167,7 +167,7 @@ def _load_scorers(sources: Mapping[int, Source]) -> Handler:
 
 
 def check_failures(
-    failed: Mapping[str, int],
+    num_failed: Mapping[str, int],
     *,
     num_rows: int,
     first_failures: Mapping[str, str | None],
@@ -177,7 +177,7 @@ def check_failures(
     """Raise an error if a source failed on too many responses.
 
     Args:
-        failed: number of responses on which each source failed, over all processes.
+        num_failed: number of responses on which each source failed, over all processes.
         num_rows: number of responses in the batch.
         first_failures: each source's first failure message.
         max_failures: fraction of the responses on which a source may fail.
@@ -186,7 +186,7 @@ def check_failures(
     Raises:
         RewardError: a source failed on a larger fraction.
     """
-    for name, count in failed.items():
+    for name, count in num_failed.items():
         if count > max_failures * num_rows:
             raise RewardError(
                 f"rewards.{name} failed on {count} of {num_rows} responses, more than"

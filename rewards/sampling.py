@@ -98,15 +98,15 @@ def read_prompts(
         DataError: the rows can't be read, or none has a prompt.
     """
     if config.prompts == EMBEDDED:
-        kept = replace(columns, all=True)
-        splits = load_examples(DataConfig(), step=3, seed=config.seed, kept=kept)
+        all_columns = replace(columns, all=True)
+        splits = load_examples(DataConfig(), step=3, seed=config.seed, kept=all_columns)
         examples = splits.eval if held_out else splits.train
     else:
         notes: list[str] = []
-        (rows,) = read_paths((config.prompts,), config.fields, columns, step=3, notes=notes)
+        (splits,) = read_paths((config.prompts,), config.fields, columns, step=3, notes=notes)
         for note in notes:
             logger.info("%s", note)
-        split = (rows.eval or rows.train) if held_out else rows.train
+        split = (splits.eval or splits.train) if held_out else splits.train
         examples = [example for example in split if example.prompt]
     if not examples:
         raise DataError(f"--prompts {config.prompts}: no row has a prompt")
@@ -136,13 +136,13 @@ def sample_responses(
     encoded = [
         responder.encode(Prompt(None, example.prompt, None, example.origin)) for example in examples
     ]
-    rows = responder.responses(encoded, first_row=0, batch_size=config.batch_size)
+    samples = responder.responses(encoded, first_row=0, batch_size=config.batch_size)
     slots = itertools.count()
     progress = Progress("respond", len(examples))
     progress.start()
-    began = time.perf_counter()
+    start_time = time.perf_counter()
     try:
-        for row, (example, responses) in enumerate(zip(examples, rows, strict=True), start=1):
+        for done, (example, responses) in enumerate(zip(examples, samples, strict=True), start=1):
             yield [
                 Episode(
                     prompt=example.prompt,
@@ -154,7 +154,7 @@ def sample_responses(
                 )
                 for response, slot in zip(responses, slots, strict=False)
             ]
-            progress.update(row, {}, seconds=time.perf_counter() - began)
+            progress.update(done, {}, seconds=time.perf_counter() - start_time)
     finally:
         progress.stop()
 

@@ -32,7 +32,7 @@ from rewards.contract import Episode, Scorer, per_episode_scorer
 from rewards.workers import kill_tree
 
 CHILD = Path(__file__).with_name("sandbox_child.py")
-PROCESSES = 16
+MAX_PROCESSES = 16
 """Maximum processes and threads of a program."""
 
 DISK_MB = 64
@@ -66,7 +66,7 @@ class Limits:
 class ProgramResult:
     """Exit code and output of a program."""
 
-    code: int | None
+    exit_code: int | None
     """Exit code, or 128 plus the signal that killed it; None if it exceeded the deadline or
     wrote too much."""
 
@@ -82,7 +82,7 @@ def run_python(files: Mapping[str, str], *, main: str, stdin: str, limits: Limit
     Raises:
         SandboxError: the machine doesn't support the isolation.
     """
-    began = time.monotonic()
+    start_time = time.monotonic()
     with ExitStack() as stack:
         if limits.isolated:
             directory = _find_mount_point()
@@ -106,18 +106,18 @@ def run_python(files: Mapping[str, str], *, main: str, stdin: str, limits: Limit
             cwd="/",
         )
         try:
-            code = process.wait(max(0.0, began + limits.seconds - time.monotonic()))
+            exit_code = process.wait(max(0.0, start_time + limits.seconds - time.monotonic()))
         except subprocess.TimeoutExpired:
-            code = None
+            exit_code = None
         finally:
             _terminate(process)
         status.seek(0)
         if message := status.read():
             raise SandboxError(f"the sandbox can't be built ({message.decode(errors='replace')})")
         output.seek(0)
-        text = output.read(OUTPUT_BYTES + 1)
-    code = code if len(text) <= OUTPUT_BYTES else None
-    return ProgramResult(code, text[:OUTPUT_BYTES], time.monotonic() - began)
+        written = output.read(OUTPUT_BYTES + 1)
+    exit_code = exit_code if len(written) <= OUTPUT_BYTES else None
+    return ProgramResult(exit_code, written[:OUTPUT_BYTES], time.monotonic() - start_time)
 
 
 def _make_job(
@@ -148,7 +148,7 @@ def _make_job(
         "memory_mb": limits.memory_mb,
         "cpu_seconds": int(limits.seconds) + 1,
         "disk_mb": DISK_MB,
-        "processes": PROCESSES,
+        "processes": MAX_PROCESSES,
     }
 
 
@@ -239,12 +239,12 @@ def check_sandbox(config: RewardConfig) -> None:
     else:
         if result.output.strip() == b"42":
             return
-        if result.code is None:
+        if result.exit_code is None:
             raise ConfigError(
                 f"rewards.{config.name}.sandbox: a test program took longer than"
                 f" {limits.seconds:g} s; try again when the machine is less busy"
             )
-        problem = f"a test program failed with exit code {result.code}"
+        problem = f"a test program failed with exit code {result.exit_code}"
     hint = (
         "enable user namespaces and Landlock in the container or kernel, or set sandbox: process"
         " for programs that you trust"
@@ -312,7 +312,7 @@ def _passes_tests(program: str, tests: str, limits: Limits) -> bool:
     token = secrets.token_hex(16)
     files = {"solution.py": program, "tests.py": tests, "main.py": _TEST_RUNNER}
     result = run_python(files, main="main.py", stdin=f"{token}\n", limits=limits)
-    return result.code == 0 and result.output.endswith(token.encode())
+    return result.exit_code == 0 and result.output.endswith(token.encode())
 
 
 def _pass_rate(program: str, cases: list[tuple[str, str]], config: RewardConfig) -> float:
@@ -331,7 +331,7 @@ def _pass_rate(program: str, cases: list[tuple[str, str]], config: RewardConfig)
 
 def _passes_case(result: ProgramResult, expected: str) -> bool:
     output = result.output.decode(errors="replace")
-    return result.code == 0 and _strip_lines(output) == _strip_lines(expected)
+    return result.exit_code == 0 and _strip_lines(output) == _strip_lines(expected)
 
 
 def _strip_lines(text: str) -> list[str]:

@@ -128,10 +128,10 @@ def _write(path: str, text: str) -> None:
 def _run(job: dict, status: int) -> int:
     """Start the namespace's init process and wait for it; return its exit code."""
     reader, writer = os.pipe()
-    first = os.fork()
-    if first:
+    init = os.fork()
+    if init:
         os.close(status)
-        return _exit_code(os.waitpid(first, 0)[1])
+        return _exit_code(os.waitpid(init, 0)[1])
     os.close(writer)
     try:
         _prctl(PR_SET_PDEATHSIG, SIGKILL)

@@ -204,8 +204,9 @@ def summarize(
     num_rewarded = sum(map(len, rewards))
     lines = [f"prompts     {len(candidates):,}, {n} responses each"]
     if best_rewards:
-        mean, top = sum(map(sum, rewards)) / num_rewarded, sum(best_rewards) / len(best_rewards)
-        lines.append(f"reward      mean {mean:.4g}, best of {n} {top:.4g}")
+        mean = sum(map(sum, rewards)) / num_rewarded
+        mean_best = sum(best_rewards) / len(best_rewards)
+        lines.append(f"reward      mean {mean:.4g}, best of {n} {mean_best:.4g}")
     lines += [
         f"no reward   {num_responses - num_rewarded:,} responses;"
         f" sources failed {num_failed:,} times",

@@ -26,7 +26,7 @@ class Source:
 
     function: FunctionFile | None = None
 
-    text: str | None = None
+    template: str | None = None
     """A judge's template."""
 
     timeout_seconds: float = 10.0
@@ -74,7 +74,7 @@ class Source:
     def columns(self) -> frozenset[str]:
         """Columns that the rows must have; a function receives all columns that exist."""
         if self.config.kind == "judge":
-            return template_columns(self.text or "", self.name)
+            return template_columns(self.template or "", self.name)
         if self.function is not None:
             return frozenset(self.function.column(n, self.config) for n in self.function.required)
         column = self.config.resolved_column
@@ -85,7 +85,7 @@ class Source:
         """SHA-256 of the source's file; None if it has no file."""
         if self.function is not None:
             return self.function.sha256
-        return None if self.text is None else hashlib.sha256(self.text.encode()).hexdigest()
+        return None if self.template is None else hashlib.sha256(self.template.encode()).hexdigest()
 
     @property
     def note(self) -> str | None:
@@ -107,12 +107,12 @@ def read_source(config: RewardConfig, *, timeout_seconds: float = 10.0) -> Sourc
         f"rewards.{config.name}: kind {config.kind} is available only in step 3; omit it here",
     )
     function = read_function(config) if config.kind == "function" else None
-    text = None
+    template = None
     if config.kind == "judge":
         where = f"rewards.{config.name}.template"
-        text = TEMPLATE if config.template is None else read_text(Path(config.template), where)
-        template_columns(text, config.name)
-    source = Source(config, function, text, timeout_seconds)
+        template = TEMPLATE if config.template is None else read_text(Path(config.template), where)
+        template_columns(template, config.name)
+    source = Source(config, function, template, timeout_seconds)
     if function is None:
         make_scorer(source)
     if config.kind == "code":
@@ -147,7 +147,7 @@ def make_scorer(source: Source) -> Scorer:
     if config.kind == "remote":
         return remote_scorer(config, source.endpoint)
     if config.kind == "judge":
-        return judge_scorer(config, source.text or "", source.endpoint)
+        return judge_scorer(config, source.template or "", source.endpoint)
     return _VERIFIERS[config.kind](config)
 
 

@@ -49,8 +49,8 @@ def _compare(gold: str, answer: str, sender: Connection) -> None:
 def _verify(gold: str, answer: str) -> bool:
     from math_verify import LatexExtractionConfig, parse, verify
 
-    config = [LatexExtractionConfig(boxed_match_priority=0)]
+    extraction_config = [LatexExtractionConfig(boxed_match_priority=0)]
     gold_parsed, answer_parsed = (
-        parse(f"\\boxed{{{text}}}", config, parsing_timeout=0) for text in (gold, answer)
+        parse(f"\\boxed{{{text}}}", extraction_config, parsing_timeout=0) for text in (gold, answer)
     )
     return verify(gold_parsed, answer_parsed, timeout_seconds=0)

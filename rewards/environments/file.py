@@ -80,7 +80,7 @@ def _required_columns(reset: ast.FunctionDef, *, takes_row: bool) -> frozenset[s
     is_guarded = "try:" in text or f" in {row}" in text
     required = set[str]() if is_guarded else {*re.findall(rf"\b{row}\['(\w+)'\]", text)}
     if not takes_row:
-        parameters = {item.arg for item in (*signature.args[1:], *signature.kwonlyargs)}
+        parameters = {argument.arg for argument in (*signature.args[1:], *signature.kwonlyargs)}
         required |= parameters - optional_parameters(signature)
     return frozenset(required - {"seed", "dialogue"})
 

@@ -50,7 +50,7 @@ class ToolEnvironment:
         text = self._instance.reset(**arguments)
         if text is not None and not isinstance(text, str):
             raise TypeError(f"reset returned {type(text).__name__}, not a string or None")
-        *before, last = (Message(turn["role"], turn["content"]) for turn in row["dialogue"])
+        *earlier, last = (Message(turn["role"], turn["content"]) for turn in row["dialogue"])
         if text:
             last = Message(last.role, f"{last.content}\n\n{text}")
         instructions = getattr(self._instance, "INSTRUCTIONS", None)
@@ -58,11 +58,11 @@ class ToolEnvironment:
             instructions = INSTRUCTIONS_TEMPLATE.format(
                 tools="\n\n".join(map(describe_tool, self._tools.values()))
             )
-        if instructions and before and before[0].role == "system":  # templates allow one
-            before[0] = Message("system", f"{before[0].content}\n\n{instructions}")
+        if instructions and earlier and earlier[0].role == "system":  # templates allow one
+            earlier[0] = Message("system", f"{earlier[0].content}\n\n{instructions}")
         elif instructions:
-            before.insert(0, Message("system", instructions))
-        return [*before, last]
+            earlier.insert(0, Message("system", instructions))
+        return [*earlier, last]
 
     def step(self, response: str) -> list[Message] | None:
         """Return the results of the calls in a response; None if it has no call."""

@@ -8,12 +8,12 @@ def worker_processes() -> list[psutil.Process]:
     supervisors = [
         process
         for process in psutil.Process().children()
-        if any("workers.supervise" in word for word in parse_command(process))
+        if any("workers.supervise" in word for word in command_line(process))
     ]
     return [*supervisors, *(p for s in supervisors for p in s.children(recursive=True))]
 
 
-def parse_command(process: psutil.Process) -> list[str]:
+def command_line(process: psutil.Process) -> list[str]:
     try:
         return process.cmdline()
     except psutil.Error:  # it has ended

@@ -93,7 +93,7 @@ def test_remote_service_receives_openrlhf_format_and_null_means_no_reward() -> N
 
 
 @pytest.mark.parametrize(
-    ("answer", "message"),
+    ("reply", "message"),
     [
         ({"rewards": [1.0]}, "it returned 1 results for 2 responses"),
         ({"scores": [1.0, 2.0]}, "it returned dict"),
@@ -102,8 +102,8 @@ def test_remote_service_receives_openrlhf_format_and_null_means_no_reward() -> N
         (b'{"rewards": [NaN, NaN]}', "it returned nan, which is not finite"),
     ],
 )
-def test_invalid_reply_fails_all_episodes(answer: object, message: str) -> None:
-    with run_server(lambda _s, handler, _b: respond(handler, answer)) as server:
+def test_invalid_reply_fails_all_episodes(reply: object, message: str) -> None:
+    with run_server(lambda _s, handler, _b: respond(handler, reply)) as server:
         config = RewardConfig(name="far", kind="remote", path=server.url)
         outcomes = score(config, make_episodes("4", "5"))
 
@@ -130,7 +130,7 @@ def test_busy_server_is_retried_after_its_retry_after() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "score"),
+    ("text", "expected"),
     [
         ('{"score": 10}', 1.0),
         ('{"score": 1} no: ```json\n{"score": 5, "why": "x"}\n```', 0.5),
@@ -142,9 +142,9 @@ def test_busy_server_is_retried_after_its_retry_after() -> None:
         ("", "no JSON object with a score"),
     ],
 )
-def test_judge_reply_without_a_score_on_the_scale_raises(text: str, score: float | str) -> None:
-    if isinstance(score, float):
-        assert parse_score(reply_text(judge_reply(text)), (0.0, 10.0)) == score
+def test_judge_reply_is_parsed_to_a_score_or_raises(text: str, expected: float | str) -> None:
+    if isinstance(expected, float):
+        assert parse_score(reply_text(judge_reply(text)), (0.0, 10.0)) == expected
     else:
-        with pytest.raises(NoScoreError, match=score):
+        with pytest.raises(NoScoreError, match=expected):
             parse_score(reply_text(judge_reply(text)), (0.0, 10.0))

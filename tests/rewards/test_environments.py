@@ -14,7 +14,7 @@ from rewards.environments.file import read_environment
 from rewards.environments.pool import CallResult, EnvironmentPool
 from rewards.environments.tools import Calculator, ToolEnvironment
 from step3_ppo.config import PPOConfig
-from tests.rewards.processes import is_alive, parse_command, worker_processes
+from tests.rewards.processes import command_line, is_alive, worker_processes
 
 GAME = """
 import os, subprocess, sys, time
@@ -51,18 +51,18 @@ def run_pool(
 ) -> Iterator[EnvironmentPool]:
     file = directory / "game.py"
     file.write_text(text)
-    environment = read_environment(f"{file}:{name}")
-    environments = EnvironmentPool(environment, workers=count, timeout_seconds=seconds)
+    environment_file = read_environment(f"{file}:{name}")
+    pool = EnvironmentPool(environment_file, workers=count, timeout_seconds=seconds)
     try:
-        yield environments
+        yield pool
     finally:
-        environments.close()
+        pool.close()
 
 
-def receive(environments: EnvironmentPool, count: int) -> dict[int, CallResult]:
+def receive(pool: EnvironmentPool, count: int) -> dict[int, CallResult]:
     results: list[CallResult] = []
     while len(results) < count:
-        results += environments.receive(wait=True)
+        results += pool.receive(wait=True)
     return {result.episode: result for result in results}
 
 
@@ -72,21 +72,21 @@ def last_content(result: CallResult) -> str:
 
 
 def test_each_episode_has_its_own_state(tmp_path: Path) -> None:
-    with run_pool(tmp_path, count=2) as environments:
-        numbers = [environments.begin({"name": name}, seed=3) for name in "abcd"]
-        openings = receive(environments, 4)
-        for number in numbers[:3]:
-            environments.step(number, f"x{number}")
-        after = receive(environments, 3)
-        environments.step(numbers[0], "end")
-        assert receive(environments, 1)[numbers[0]].messages is None
-        for number in numbers:
-            environments.request_reward(number)
-        rewards = receive(environments, 4)
+    with run_pool(tmp_path, count=2) as pool:
+        episodes = [pool.begin({"name": name}, seed=3) for name in "abcd"]
+        openings = receive(pool, 4)
+        for episode in episodes[:3]:
+            pool.step(episode, f"x{episode}")
+        after = receive(pool, 3)
+        pool.step(episodes[0], "end")
+        assert receive(pool, 1)[episodes[0]].messages is None
+        for episode in episodes:
+            pool.request_reward(episode)
+        rewards = receive(pool, 4)
 
-    assert [last_content(openings[number]) for number in numbers] == ["a 3", "b 3", "c 3", "d 3"]
-    assert [last_content(after[number]) for number in numbers[:3]] == ["x1", "x2", "x3"]
-    values = [rewards[number].reward for number in numbers]
+    assert [last_content(openings[episode]) for episode in episodes] == ["a 3", "b 3", "c 3", "d 3"]
+    assert [last_content(after[episode]) for episode in episodes[:3]] == ["x1", "x2", "x3"]
+    values = [rewards[episode].reward for episode in episodes]
     assert [value.outcome.value for value in values if value] == [2, 1, 1, 0]
 
 
@@ -101,21 +101,21 @@ def test_each_episode_has_its_own_state(tmp_path: Path) -> None:
 def test_failed_episode_leaves_the_state_of_others_intact(
     tmp_path: Path, response: str, message: str
 ) -> None:
-    with run_pool(tmp_path, seconds=1.0) as environments:
-        good, bad = (environments.begin({"name": name}, seed=0) for name in "gb")
-        receive(environments, 2)
+    with run_pool(tmp_path, seconds=1.0) as pool:
+        good, bad = (pool.begin({"name": name}, seed=0) for name in "gb")
+        receive(pool, 2)
         for text in ("one", "two"):
-            environments.step(good, text)
-            receive(environments, 1)
-        environments.step(bad, response)
+            pool.step(good, text)
+            receive(pool, 1)
+        pool.step(bad, response)
         start = time.monotonic()
-        assert receive(environments, 1)[bad].failure == message
+        assert receive(pool, 1)[bad].failure == message
         assert time.monotonic() - start < 4.0
 
-        environments.step(good, "three")
-        assert last_content(receive(environments, 1)[good]) == "one two three"
+        pool.step(good, "three")
+        assert last_content(receive(pool, 1)[good]) == "one two three"
         processes = worker_processes()
-        hanging = [p for p in processes if "time.sleep(600)" in " ".join(parse_command(p))]
+        hanging = [p for p in processes if "time.sleep(600)" in " ".join(command_line(p))]
     assert not hanging
     assert not any(map(is_alive, processes))
 
@@ -241,11 +241,11 @@ CALLS: Sequence[tuple[str, str]] = (
 """Responses of the model, and the results of their calls."""
 
 
-@pytest.mark.parametrize(("answer", "result"), CALLS)
+@pytest.mark.parametrize(("response", "result"), CALLS)
 def test_tool_call_returns_its_result_or_an_error_message(
-    shop: ToolEnvironment, answer: str, result: str
+    shop: ToolEnvironment, response: str, result: str
 ) -> None:
-    observation = shop.step(answer)
+    observation = shop.step(response)
 
     assert observation is not None
     assert [turn.role for turn in observation] == ["user"]

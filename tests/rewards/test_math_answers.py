@@ -111,10 +111,10 @@ def test_each_gsm8k_answer_equals_only_itself() -> None:
     texts = [f"{n:,}" for n in (*range(-20, 2000), 10**6, 2_125_000)]
     golds = [f"Some reasoning with 3 * 4 = <<3*4=12>>12 apples.\n#### {text}" for text in texts]
 
-    parsed = [gold_answer(gold) for gold in golds]
-    answers = [response_answer(gold) for gold in golds]
+    gold_numbers = [gold_answer(gold) for gold in golds]
+    response_numbers = [response_answer(gold) for gold in golds]
 
-    assert None not in parsed
-    assert parsed == answers
-    assert all(a != b for a, b in pairwise(parsed))
-    assert len(set(parsed)) == len(golds)
+    assert None not in gold_numbers
+    assert gold_numbers == response_numbers
+    assert all(a != b for a, b in pairwise(gold_numbers))
+    assert len(set(gold_numbers)) == len(golds)

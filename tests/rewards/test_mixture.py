@@ -21,12 +21,12 @@ ROOT = Path(__file__).parent.parent.parent
 PROGRAMS = Path(__file__).parent / "programs.py"
 
 
-def function(name: str, *, weight: float = 1.0, column: str | None = None) -> RewardConfig:
+def function_source(name: str, *, weight: float = 1.0, column: str | None = None) -> RewardConfig:
     path = f"{PROGRAMS}:{name}"
     return RewardConfig(name=name, kind="function", path=path, weight=weight, column=column)
 
 
-def episodes(*responses: str, answer: object = "4") -> list[Episode]:
+def make_episodes(*responses: str, answer: object = "4") -> list[Episode]:
     prompt = (Message("user", "2 + 2?"),)
     return [
         Episode(prompt, response, extra={"answer": answer}, slot=slot)
@@ -44,16 +44,16 @@ def wait_until(condition: Callable[[], bool], seconds: float = 5.0) -> bool:
 def test_functions_of_every_form_run_unchanged() -> None:
     answer = {"column": "answer"}
     sources = [
-        function("length"),
-        function("slow_length"),
-        function("trl_plain"),
-        function("trl_messages"),
-        function("openrlhf", **answer),
-        function("verl", **answer),
+        function_source("length"),
+        function_source("slow_length"),
+        function_source("trl_plain"),
+        function_source("trl_messages"),
+        function_source("openrlhf", **answer),
+        function_source("verl", **answer),
     ]
 
     with Rewards(sources, workers=1) as rewards:
-        rewards.submit(episodes("4", "five"))
+        rewards.submit(make_episodes("4", "five"))
         results = rewards.results()
         notes = " ".join(rewards.notes)
 
@@ -77,40 +77,40 @@ def test_result_that_is_not_a_number_fails_only_its_response() -> None:
         "exit(3)": "the call terminated its process with exit code 3",
     }
 
-    with Rewards([function("evaluate")], workers=1) as rewards:
-        rewards.submit(episodes(*failures, "None", "True", "__import__('numpy').float32(2)"))
-        scored = rewards.results()["evaluate"]
+    with Rewards([function_source("evaluate")], workers=1) as rewards:
+        rewards.submit(make_episodes(*failures, "None", "True", "__import__('numpy').float32(2)"))
+        result = rewards.results()["evaluate"]
 
-    assert scored.failures == [*failures.values(), None, None, None]
-    assert scored.values == [*[None] * len(failures), None, 1.0, 2.0]
+    assert result.failures == [*failures.values(), None, None, None]
+    assert result.values == [*[None] * len(failures), None, 1.0, 2.0]
 
 
 def test_hanging_call_among_64_costs_only_its_deadline() -> None:
     responses = ["hang" if number == 5 else "" for number in range(64)]
 
-    with Rewards([function("misbehave")], timeout_seconds=1.0) as rewards:
+    with Rewards([function_source("misbehave")], timeout_seconds=1.0) as rewards:
         start = time.monotonic()
-        rewards.submit(episodes(*responses))
-        submitted = time.monotonic() - start
+        rewards.submit(make_episodes(*responses))
+        submit_seconds = time.monotonic() - start
         results = rewards.results()
         seconds = time.monotonic() - start
 
-    scored = results["misbehave"]
-    assert submitted < 0.1
+    result = results["misbehave"]
+    assert submit_seconds < 0.1
     assert seconds < 1.5
-    assert scored.failures[5] == "the call took longer than 1 s"
-    assert scored.num_failed == 1
-    assert scored.values == [None if number == 5 else 1.0 for number in range(64)]
+    assert result.failures[5] == "the call took longer than 1 s"
+    assert result.num_failed == 1
+    assert result.values == [None if number == 5 else 1.0 for number in range(64)]
 
 
 def test_worker_that_dies_or_hangs_is_replaced() -> None:
-    with Rewards([function("misbehave")], workers=1, timeout_seconds=0.3) as rewards:
-        rewards.submit(episodes("exit", "spin", "", "exit", ""))
-        scored = rewards.results()["misbehave"]
+    with Rewards([function_source("misbehave")], workers=1, timeout_seconds=0.3) as rewards:
+        rewards.submit(make_episodes("exit", "spin", "", "exit", ""))
+        result = rewards.results()["misbehave"]
 
     exited = "the call terminated its process with exit code 3"
     late = "the call took longer than 0.3 s"
-    assert scored == SourceResults([None, None, 1.0, None, 1.0], [exited, late, None, exited, None])
+    assert result == SourceResults([None, None, 1.0, None, 1.0], [exited, late, None, exited, None])
 
 
 def test_killing_a_call_kills_its_descendants() -> None:
@@ -119,9 +119,9 @@ def test_killing_a_call_kills_its_descendants() -> None:
     def orphans() -> list[psutil.Process]:
         return [p for p in worker_processes() if is_alive(p) and mark in p.cmdline()]
 
-    source = function("misbehave", column="answer")
+    source = function_source("misbehave", column="answer")
     with Rewards([source], workers=1, timeout_seconds=0.5) as rewards:
-        rewards.submit(episodes("orphan", answer=mark))
+        rewards.submit(make_episodes("orphan", answer=mark))
         assert wait_until(lambda: bool(orphans()))
         rewards.results()
 
@@ -130,10 +130,10 @@ def test_killing_a_call_kills_its_descendants() -> None:
 
 KILLED = """
 import os, sys, time
-from tests.rewards.test_mixture import episodes, function
+from tests.rewards.test_mixture import function_source, make_episodes
 from rewards.mixture import Rewards
-rewards = Rewards([function("misbehave", column="answer")], timeout_seconds=60.0)
-rewards.submit(episodes("spin", "orphan", answer=sys.argv[1]))
+rewards = Rewards([function_source("misbehave", column="answer")], timeout_seconds=60.0)
+rewards.submit(make_episodes("spin", "orphan", answer=sys.argv[1]))
 print("ready", flush=True)
 time.sleep(60)
 """
@@ -180,9 +180,9 @@ def test_edited_file_changes_the_fingerprint_but_not_the_running_function(tmp_pa
     with Rewards([config], workers=1) as rewards:
         before = rewards.fingerprint
         file.write_text(source + "    return [2.0]\n")
-        rewards.submit(episodes("end the process"))
+        rewards.submit(make_episodes("end the process"))
         rewards.results()
-        rewards.submit(episodes(""))
+        rewards.submit(make_episodes(""))
         values = rewards.results()["mine"].values
     with Rewards([config], workers=1) as restarted:
         after = restarted.fingerprint

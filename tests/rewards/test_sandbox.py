@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from rewards.sandbox import OUTPUT_BYTES, Limits, ProgramResult, SandboxError, run_python
-from tests.rewards.processes import parse_command
+from tests.rewards.processes import command_line
 
 LIMITS = Limits(seconds=10.0, memory_mb=512)
 PLAIN = Limits(seconds=10.0, memory_mb=512, isolated=False)
@@ -56,7 +56,7 @@ print(sys.stdin.read(), helper.value, sorted(os.environ), os.getuid(), len(list(
 
     # The two files, and __pycache__.
     variables = ["HOME", "LANG", "LD_LIBRARY_PATH", "TMPDIR"]
-    assert result.code == 0
+    assert result.exit_code == 0
     assert result.output.decode().split("\n")[0] == f"given 42 {variables} 65534 3"
 
 
@@ -103,7 +103,7 @@ def test_program_that_exceeds_memory_or_processes_fails(program: str) -> None:
 
     result = run(program)
 
-    assert result.code != 0
+    assert result.exit_code != 0
     assert count_descendants() == before
 
 
@@ -112,14 +112,14 @@ def test_program_that_exceeds_memory_or_processes_fails(program: str) -> None:
     [pytest.param(LIMITS, marks=isolated, id="namespaces"), pytest.param(PLAIN, id="process")],
 )
 def test_program_ends_at_its_deadline_or_output_limit(limits: Limits) -> None:
-    short = replace(limits, seconds=0.5)
+    short_limits = replace(limits, seconds=0.5)
 
-    looping = run("while True: pass", limits=short)
+    looping = run("while True: pass", limits=short_limits)
     printing = run("while True: print('x' * 100_000)", limits=limits)
 
-    assert looping.code is None
+    assert looping.exit_code is None
     assert looping.seconds < 1.5
-    assert (printing.code, len(printing.output)) == (None, OUTPUT_BYTES)
+    assert (printing.exit_code, len(printing.output)) == (None, OUTPUT_BYTES)
 
 
 ORPHAN = """
@@ -145,8 +145,8 @@ def test_orphans_are_killed_with_their_program(limits: Limits, seconds: float) -
 
     result = run(program, limits=replace(limits, seconds=1.0))
 
-    assert result.code == (None if seconds > 1 else 0)
-    assert not [p for p in psutil.process_iter() if mark in parse_command(p)]
+    assert result.exit_code == (None if seconds > 1 else 0)
+    assert not [p for p in psutil.process_iter() if mark in command_line(p)]
 
 
 def test_program_is_not_run_without_namespaces(tmp_path: Path) -> None:

@@ -98,13 +98,13 @@ def test_pairs_are_the_best_and_worst_responses_readable_by_step_2(prompts: Path
 
 
 def test_reward_model_scores_equal_score_responses(prompts: Path, tmp_path: Path) -> None:
-    reward = tmp_path / "reward"
-    export_reward(tmp_path / "model", reward)
-    source = json.dumps({"kind": "model", "path": str(reward), "weight": 2.0})
+    reward_model = tmp_path / "reward"
+    export_reward(tmp_path / "model", reward_model)
+    source = json.dumps({"kind": "model", "path": str(reward_model), "weight": 2.0})
 
     rows = run_select(prompts, "--reward", source)
 
     for row in rows:
         prompt = [Message(turn["role"], turn["content"]) for turn in row["messages"][:-1]]
-        (score,) = score_responses(str(reward), [(prompt, row["messages"][-1]["content"])])
+        (score,) = score_responses(str(reward_model), [(prompt, row["messages"][-1]["content"])])
         assert row["reward"] == pytest.approx(2 * score, abs=1e-5)

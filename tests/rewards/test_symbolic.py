@@ -32,10 +32,10 @@ def find_wrong(rows: list[str]) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("every", [25, pytest.param(1, marks=pytest.mark.grid)])
-def test_reward_of_each_answer_is_its_label(every: int) -> None:
+@pytest.mark.parametrize("stride", [25, pytest.param(1, marks=pytest.mark.grid)])
+def test_reward_of_each_answer_is_its_label(stride: int) -> None:
     assert len(ROWS) >= 200
-    assert find_wrong(ROWS[::every]) == []
+    assert find_wrong(ROWS[::stride]) == []
 
 
 @pytest.mark.parametrize(
@@ -76,12 +76,12 @@ HOSTILE = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("every", [10, pytest.param(1, marks=pytest.mark.grid)])
-def test_hostile_answer_ends_at_its_deadline(every: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("stride", [10, pytest.param(1, marks=pytest.mark.grid)])
+def test_hostile_answer_ends_at_its_deadline(stride: int, monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(HOSTILE) >= 50
     symbolic.are_equivalent("x", "y")  # imports math-verify
     monkeypatch.setattr(symbolic, "TIMEOUT_SECONDS", 0.5)
-    for answer in HOSTILE[::every]:
+    for answer in HOSTILE[::stride]:
         start = time.monotonic()
         assert reward("x+17", f"\\boxed{{{answer}}}") == 0.0
         assert time.monotonic() - start < 3, answer
