@@ -69,9 +69,9 @@ def main(argv: Sequence[str]) -> None:
         lines += [json.dumps(_format_record(task, *row), ensure_ascii=False) + "\n" for row in rows]
     print_output("\n".join(format_table(metrics)))
     text = json.dumps(make_document(metrics, config, weights_hash=weights_hash(model)), indent=2)
-    output = {config.output: f"{text}\n", config.responses: "".join(lines)}
+    output = {config.output: f"{text}\n", config.responses_path: "".join(lines)}
     write_output(output, option="--output")
-    print_output(f"\nsettings and metrics: {config.output}\nresponses: {config.responses}")
+    print_output(f"\nsettings and metrics: {config.output}\nresponses: {config.responses_path}")
 
 
 def _format_record(

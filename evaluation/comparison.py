@@ -56,8 +56,8 @@ class Match:
     @property
     def length_controlled(self) -> float:
         """Win rate expected for responses of equal length; see the function `length_controlled`."""
-        is_known = ~np.isnan(self.points)
-        return length_controlled(self.points[is_known], self.length_difference[is_known])
+        has_verdict = ~np.isnan(self.points)
+        return length_controlled(self.points[has_verdict], self.length_difference[has_verdict])
 
 
 def length_controlled(points: Float[ndarray, " P"], differences: Float[ndarray, " P"]) -> float:

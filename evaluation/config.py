@@ -109,7 +109,7 @@ class EvaluationConfig:
     def __post_init__(self) -> None:
         require(bool(self.path), "--path is missing: pass a model directory")
         require(bool(self.tasks), "--tasks is missing: pass one or more, such as embedded or gsm8k")
-        selected = get_tasks(self.tasks, self.paths, setting="--data")
+        tasks = get_tasks(self.tasks, self.paths, setting="--data")
         require(
             bool(self.k) and all(k > 0 for k in self.k),
             f"--k must be positive, got {' '.join(map(str, self.k)) or 'none'}",
@@ -125,9 +125,11 @@ class EvaluationConfig:
             " --k and --samples at 1",
         )
         require(self.shots >= 0, f"--shots must be at least 0, got {self.shots}")
-        takes = any(task.takes_shots for task in selected)
-        require(takes or not self.shots, "--shots is for gsm8k, whose rows have solutions to show")
-        require(takes or not self.instruction, "--instruction is only for gsm8k; omit it")
+        any_shots = any(task.takes_shots for task in tasks)
+        require(
+            any_shots or not self.shots, "--shots is for gsm8k, whose rows have solutions to show"
+        )
+        require(any_shots or not self.instruction, "--instruction is only for gsm8k; omit it")
         require(self.limit is None or self.limit > 0, f"--limit must be positive, got {self.limit}")
         require(
             self.max_new_tokens is None or self.max_new_tokens > 0,
@@ -150,7 +152,7 @@ class EvaluationConfig:
         )
 
     @property
-    def responses(self) -> Path:
+    def responses_path(self) -> Path:
         """JSON Lines file: a question per line, with its responses and their grades."""
         return self.output.with_suffix(".jsonl")
 

@@ -113,7 +113,7 @@ class TaskEvaluations:
         self._chat = chat
         self._generating = generating
         self._questions = load_questions(settings)
-        self._last: dict[str, float] | None = None
+        self._last_metrics: dict[str, float] | None = None
 
     def metrics(self) -> dict[str, float]:
         """Compute the current model's metrics by name, such as `gsm8k_strict`. A collective.
@@ -123,7 +123,7 @@ class TaskEvaluations:
         """
         if not self._questions:
             return {}
-        self._last = {}
+        self._last_metrics = {}
         with self._generating() as model:
             for task, questions in self._questions:
                 max_new_tokens = self._settings.eval_task_tokens or task.max_new_tokens
@@ -131,8 +131,8 @@ class TaskEvaluations:
                 responses = generate_texts(questions, model, self._chat, sampling, task=task.name)
                 grades = grade_responses(task, questions, responses)
                 task_metrics = compute_metrics(task.name, grades, (1,))
-                self._last |= {metric.name: metric.value for metric in task_metrics}
-        return dict(self._last)
+                self._last_metrics |= {metric.name: metric.value for metric in task_metrics}
+        return dict(self._last_metrics)
 
     def summary(
         self, before: Mapping[str, float], *, changed: bool
@@ -148,7 +148,7 @@ class TaskEvaluations:
         """
         if not self._questions:
             return {}
-        after = self.metrics() if changed or self._last is None else self._last
+        after = self.metrics() if changed or self._last_metrics is None else self._last_metrics
         count = {task.name: len(questions) for task, questions in self._questions}
         return {
             "tasks": {

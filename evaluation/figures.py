@@ -50,18 +50,18 @@ class TaskMetric:
         return share_interval(self.value * self.questions, self.questions)
 
 
-def pass_at_k(count: int, right: int, k: int) -> float:
+def pass_at_k(n: int, c: int, k: int) -> float:
     """Estimate the probability that at least one of k responses is correct.
 
-    The unbiased estimate 1 - C(n - c, k) / C(n, k) with n = `count` and c = `right` (Chen et al.
-    2021, arXiv:2107.03374, eq. 1), computed exactly.
+    The unbiased estimate 1 - C(n - c, k) / C(n, k) for n responses, of which c are correct (Chen
+    et al. 2021, arXiv:2107.03374, eq. 1), computed exactly.
 
     Raises:
         ValueError: k is larger than the number of responses.
     """
-    if not 0 < k <= count:
-        raise ValueError(f"pass@{k} of {count} responses")
-    return float(1 - Fraction(math.comb(count - right, k), math.comb(count, k)))
+    if not 0 < k <= n:
+        raise ValueError(f"pass@{k} of {n} responses")
+    return float(1 - Fraction(math.comb(n - c, k), math.comb(n, k)))
 
 
 def compute_metrics(
@@ -77,7 +77,7 @@ def compute_metrics(
     metrics = []
     for metric in grades[0][0]:
         # Correctness by graded item and response.
-        items = [item for answers in grades for item in _group_by_item(answers, metric)]
+        items = [item for responses in grades for item in _group_by_item(responses, metric)]
         for k in ks:
             values = [pass_at_k(len(item), sum(item), k) for item in items]
             value = math.fsum(values) / len(values)

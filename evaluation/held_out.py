@@ -80,9 +80,9 @@ def encode_prompts(
             f"every {name} prompt is longer than {setting} {limit} (the shortest has {shortest}"
             " tokens); raise it"
         )
-    if skipped := len(lengths) - len(short):
+    if num_skipped := len(lengths) - len(short):
         description = f"{name} prompts, which are longer than {setting} {limit}"
-        logger.info("skipping %d of %d %s", skipped, len(lengths), description)
+        logger.info("skipping %d of %d %s", num_skipped, len(lengths), description)
     return short
 
 
@@ -297,9 +297,9 @@ RESPONSES_PER_PROMPT = 5
 def measure_talk(held_out: HeldOutPrompts) -> float:
     """Measure the pass rate on the hand-written prompts, with sampling as in chat.py."""
     prompts = [
-        Prompt(messages, held_out.chat.encode_prompt(messages), {"answer": written.answer})
-        for written in HAND_WRITTEN
-        for messages in [(Message("user", written.text),)]
+        Prompt(messages, held_out.chat.encode_prompt(messages), {"answer": question.answer})
+        for question in HAND_WRITTEN
+        for messages in [(Message("user", question.text),)]
         for _ in range(RESPONSES_PER_PROMPT)
     ]
     hand_written = held_out.with_prompts(prompts)
@@ -339,14 +339,14 @@ def compute_pass_rates(
         and the numbers of prompts on which only step 3's result (gained) or only its initial model
         (lost) passes.
     """
-    verdicts = {name: held_out.verdicts(answers.sampled) for name, answers in responses.items()}
-    known = {name: [v for v in answers if v is not None] for name, answers in verdicts.items()}
+    verdicts = {name: held_out.verdicts(outputs.sampled) for name, outputs in responses.items()}
+    known = {name: [v for v in values if v is not None] for name, values in verdicts.items()}
     if any(len(known[name]) < len(verdicts[name]) for name in verdicts):
         return {}
     before, after = list(known)[-2:]
     pairs = list(zip(known[after], known[before], strict=True))
     return {
-        "judge": {name: sum(answers) / len(answers) for name, answers in known.items()},
+        "judge": {name: sum(passed) / len(passed) for name, passed in known.items()},
         "judge_counts": {
             "prompts": len(pairs),
             "gained": sum(new and not old for new, old in pairs),
@@ -362,12 +362,12 @@ def write_samples(
     rows = [
         {
             "prompt": _describe_prompt(
-                prompt, [answers.sampled[row] for answers in responses.values()]
+                prompt, [outputs.sampled[row] for outputs in responses.values()]
             ),
             "answers": {
-                name: describe_response(prompt.messages[-1].content, answers.sampled[row])
-                | {"greedy": describe_response(prompt.messages[-1].content, answers.greedy[row])}
-                for name, answers in responses.items()
+                name: describe_response(prompt.messages[-1].content, outputs.sampled[row])
+                | {"greedy": describe_response(prompt.messages[-1].content, outputs.greedy[row])}
+                for name, outputs in responses.items()
             },
             "temperature": held_out.temperature,
         }
@@ -381,7 +381,7 @@ def _describe_prompt(
 ) -> Sequence[Mapping[str, Any]]:
     """Return the prompt as JSON, or the opening of its environment."""
     opening = next((response.opening for response in responses if response.opening), None)
-    return [turn.turn for turn in prompt.messages] if opening is None else opening
+    return [message.turn for message in prompt.messages] if opening is None else opening
 
 
 def describe_response(question: str, response: ScoredResponse) -> dict[str, Any]:

@@ -31,26 +31,26 @@ class Instruction:
     follows: Callable[[str, Arguments], bool]
     """Whether a non-empty text follows the instruction."""
 
-    needs: Mapping[str, type | tuple[type, ...]] = field(default_factory=dict)
+    argument_types: Mapping[str, type | tuple[type, ...]] = field(default_factory=dict)
     """The instruction's arguments and their types."""
 
-    one_of: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    choices: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Allowed values of the arguments that have a fixed set of them."""
 
     def check(self, arguments: Arguments, location: str) -> None:
         """Raise DataError, prefixed with `location`, unless the arguments are complete."""
-        for name, kind in self.needs.items():
-            if not isinstance(arguments.get(name), kind) or isinstance(arguments[name], bool):
+        for name, expected in self.argument_types.items():
+            if not isinstance(arguments.get(name), expected) or isinstance(arguments[name], bool):
                 raise DataError(f"{location} needs {name}, got {arguments.get(name)!r}")
             value = arguments[name]
             if isinstance(value, list) and not all(isinstance(item, str) for item in value):
                 raise DataError(f"{location}: {name} must contain only strings, got {value!r}")
             if isinstance(value, float) and not math.isfinite(value):
                 raise DataError(f"{location}: {name} must be finite, got {value!r}")
-        for name, words in self.one_of.items():
-            if arguments.get(name) not in words:
+        for name, allowed in self.choices.items():
+            if arguments.get(name) not in allowed:
                 raise DataError(
-                    f"{location}: {name} must be one of {', '.join(words)}, got"
+                    f"{location}: {name} must be one of {', '.join(allowed)}, got"
                     f" {arguments.get(name)!r}"
                 )
 
@@ -165,7 +165,7 @@ def _is_in_language(text: str, arguments: Arguments) -> bool:
 
 
 LANGUAGE = {
-    "language:response_language": Instruction(_is_in_language, one_of={"language": tuple(SCRIPTS)})
+    "language:response_language": Instruction(_is_in_language, choices={"language": tuple(SCRIPTS)})
 }
 """The instruction on language, by its name in the public rows."""
 
@@ -188,7 +188,7 @@ STARTERS = re.compile(
 """Words that are capitalized only at the beginning of a sentence."""
 
 
-def num_sentences(text: str) -> int:
+def count_sentences(text: str) -> int:
     """Count sentences according to Punkt's rules (Kiss and Strunk 2006).
 
     A dot in an abbreviation, an initial or an ellipsis doesn't end a sentence unless a capitalized
@@ -204,19 +204,19 @@ def num_sentences(text: str) -> int:
 
 def _ends_sentence(word: str, following: str) -> bool:
     """Return whether a word's final punctuation ends the sentence, given the next word."""
-    bare = word.lower().rstrip(".").lstrip("\"'([{*")
-    begins = following[:1].isupper() and STARTERS.match(following.lower()) is not None
+    stripped = word.lower().rstrip(".").lstrip("\"'([{*")
+    starts_sentence = following[:1].isupper() and STARTERS.match(following.lower()) is not None
     if not word.endswith("."):
         return True
-    if word.endswith("..") or ABBREVIATIONS.fullmatch(bare.rpartition("-")[2]):
-        return begins
-    if len(bare) == 1 and bare.isalpha():  # an initial
-        return begins or not following[:1].isalpha()
-    return not (bare.isdecimal() and following[:1].islower())
+    if word.endswith("..") or ABBREVIATIONS.fullmatch(stripped.rpartition("-")[2]):
+        return starts_sentence
+    if len(stripped) == 1 and stripped.isalpha():  # an initial
+        return starts_sentence or not following[:1].isalpha()
+    return not (stripped.isdecimal() and following[:1].islower())
 
 
 def _has_num_sentences(text: str, arguments: Arguments) -> bool:
-    return satisfies(num_sentences(text), arguments["relation"], int(arguments["num_sentences"]))
+    return satisfies(count_sentences(text), arguments["relation"], int(arguments["num_sentences"]))
 
 
 def _has_num_words(text: str, arguments: Arguments) -> bool:
@@ -293,8 +293,8 @@ def _has_highlights(text: str, arguments: Arguments) -> bool:
 
 
 def _has_sections(text: str, arguments: Arguments) -> bool:
-    mark = re.escape(arguments["section_spliter"].strip())
-    return len(re.findall(rf"{mark}\s?\d+", text)) >= int(arguments["num_sections"])
+    splitter = re.escape(arguments["section_spliter"].strip())
+    return len(re.findall(rf"{splitter}\s?\d+", text)) >= int(arguments["num_sections"])
 
 
 def _is_json(text: str, _: Arguments) -> bool:

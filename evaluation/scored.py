@@ -132,5 +132,5 @@ def summarize(
     }
 
 
-def _source_means(responses: Sequence[ScoredResponse], when: str) -> dict[str, float]:
-    return {f"{name}_{when}": value for name, value in source_means(responses).items()}
+def _source_means(responses: Sequence[ScoredResponse], suffix: str) -> dict[str, float]:
+    return {f"{name}_{suffix}": value for name, value in source_means(responses).items()}

@@ -27,7 +27,7 @@ def read_gsm8k(options: ReadOptions) -> list[Question]:
         DataError: a row lacks its question, or its answer has no number.
     """
 
-    def ask(row: Row) -> Message:
+    def make_turn(row: Row) -> Message:
         parts = [str(get_column(row, "question")), options.instruction]
         return Message("user", "\n\n".join(filter(None, parts)))
 
@@ -36,7 +36,7 @@ def read_gsm8k(options: ReadOptions) -> list[Question]:
     demonstrations = [
         turn
         for row in demonstration_rows
-        for turn in (ask(row), Message("assistant", str(get_column(row, "answer"))))
+        for turn in (make_turn(row), Message("assistant", str(get_column(row, "answer"))))
     ]
     questions = []
     for row in rows:
@@ -45,7 +45,7 @@ def read_gsm8k(options: ReadOptions) -> list[Question]:
             raise DataError(
                 f"{row.origin}: its answer has no number after ####; GSM8K's rows end with one"
             )
-        questions.append(Question((*demonstrations, ask(row)), {"answer": answer}))
+        questions.append(Question((*demonstrations, make_turn(row)), {"answer": answer}))
     return questions
 
 

@@ -79,19 +79,19 @@ def test_accuracy_is_that_of_the_greedy_responses(model: Path, tmp_path: Path) -
     chat, network = load(model)
     sampling = Sampling(max_new_tokens=6, temperature=0.0)
     questions = [Question((Message("user", f"Say {n}"),)) for n in range(3)]
-    replies = generate_texts(questions, network, chat, sampling, task="t")
-    tasks = [{"prompt": f"Say {n}", "answer": str(n)} for n in range(3)]
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text("".join(json.dumps(row) + "\n" for row in tasks))
+    responses = generate_texts(questions, network, chat, sampling, task="t")
+    rows = [{"prompt": f"Say {n}", "answer": str(n)} for n in range(3)]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
     results = run_evaluation(
-        model, tmp_path / "out.json", "--tasks", "arithmetic", "--data", f"arithmetic={rows}",
+        model, tmp_path / "out.json", "--tasks", "arithmetic", "--data", f"arithmetic={path}",
         "--max-new-tokens", "6",
     )  # fmt: skip
 
     correct = [
-        TASKS["arithmetic"].grade(Question((), {"answer": row["answer"]}), reply[0])["correct"][0]
-        for row, reply in zip(tasks, replies, strict=True)
+        TASKS["arithmetic"].grade(Question((), {"answer": row["answer"]}), samples[0])["correct"][0]
+        for row, samples in zip(rows, responses, strict=True)
     ]
     assert results["figures"][0]["value"] == pytest.approx(sum(correct) / 3)
 
@@ -115,7 +115,7 @@ def test_two_processes_sample_the_same_responses_as_one(model: Path) -> None:
     assert len(set(map(tuple, expected))) > 1
 
 
-WRONG = {
+REJECTED = {
     "--path is missing": ["--tasks", "embedded"],
     "--tasks is missing": ["--path", "embedded"],
     "no task embeded; did you mean embedded": ["--path", "embedded", "--tasks", "embeded"],
@@ -134,7 +134,7 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("sentence", WRONG)
-def test_wrong_input_is_rejected_with_its_name(sentence: str) -> None:
-    with pytest.raises(UserError, match=sentence):
-        main(WRONG[sentence])
+@pytest.mark.parametrize("message", REJECTED)
+def test_wrong_input_is_rejected_with_its_name(message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        main(REJECTED[message])

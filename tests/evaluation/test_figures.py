@@ -10,9 +10,9 @@ from evaluation.figures import TaskMetric, compute_metrics, pass_at_k
 def test_pass_at_k_is_the_fraction_of_subsets_with_a_correct_answer() -> None:
     for count in range(1, 8):
         for correct in range(count + 1):
-            answers = [True] * correct + [False] * (count - correct)
+            grades = [True] * correct + [False] * (count - correct)
             for k in range(1, count + 1):
-                subsets = list(combinations(answers, k))
+                subsets = list(combinations(grades, k))
                 fraction = sum(map(any, subsets)) / len(subsets)
 
                 assert pass_at_k(count, correct, k) == pytest.approx(fraction, abs=1e-15)

@@ -61,9 +61,9 @@ def test_step_logs_and_reports_task_accuracy_of_the_exported_model(tmp_path: Pat
 
     train(config)
 
-    figures = read_accuracies(config.output_dir)
-    assert [step for step, _ in figures] == [0, 8, 16]
-    assert (figures[0][1], figures[-1][1]) == (0.0, 0.5)
+    accuracies = read_accuracies(config.output_dir)
+    assert [step for step, _ in accuracies] == [0, 8, 16]
+    assert (accuracies[0][1], accuracies[-1][1]) == (0.0, 0.5)
     assert read_result(config.output_dir)["tasks"] == {
         "arithmetic_correct": {"before": 0.0, "after": 0.5, "questions": 6}
     }

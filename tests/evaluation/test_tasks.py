@@ -11,7 +11,7 @@ from pipeline.demo.task import held_out_questions
 
 
 @pytest.mark.parametrize(
-    ("answer", "strict", "flexible"),
+    ("response", "strict", "flexible"),
     [
         ("It is 1,000.\n#### 1,000", True, True),
         (r"So \boxed{1000} apples", True, True),
@@ -21,10 +21,10 @@ from pipeline.demo.task import held_out_questions
         ("No idea", False, False),
     ],
 )
-def test_gsm8k_extracts_answers_in_two_ways(answer: str, strict: bool, flexible: bool) -> None:
+def test_gsm8k_extracts_answers_in_two_ways(response: str, strict: bool, flexible: bool) -> None:
     question = Question((Message("user", "?"),), {"answer": "#### 1000"})
 
-    assert grade_gsm8k(question, answer) == {"strict": (strict,), "flexible": (flexible,)}
+    assert grade_gsm8k(question, response) == {"strict": (strict,), "flexible": (flexible,)}
 
 
 @pytest.mark.parametrize("limit", [64, 200, 256])

@@ -65,7 +65,7 @@ def test_every_pair_of_models_is_compared_by_a_program(
     config = WinrateConfig(**options)
     examples = [Example((Message("user", f"Say {n}"),)) for n in range(6)]
     lengths = [
-        [len(answer.response) for (answer,) in sample_responses(path, examples, config)]
+        [len(episode.response) for (episode,) in sample_responses(path, examples, config)]
         for path in config.paths
     ]
     expected = {
@@ -92,14 +92,14 @@ def test_reward_model_judge_prefers_higher_scores(inputs: Path) -> None:
     judge = json.dumps({"kind": "model", "path": str(inputs / "reward")})
     config = WinrateConfig(**{**settings(inputs, "length", "a", "b"), "judge": judge})
     examples = [Example((Message("user", f"Say {n}"),)) for n in range(6)]
-    answers = [
-        [answer for (answer,) in sample_responses(p, examples, config)] for p in config.paths
+    responses = [
+        [episode for (episode,) in sample_responses(p, examples, config)] for p in config.paths
     ]
 
-    (match,) = compare_models(answers, config)
+    (match,) = compare_models(responses, config)
 
     scores = [
         np.array(score_responses(str(inputs / "reward"), [(e.prompt, e.response) for e in run]))
-        for run in answers
+        for run in responses
     ]
     assert match.points.tolist() == (scores[1] > scores[0]).astype(float).tolist()
