@@ -101,12 +101,11 @@ class Conversation:
             token_ids, num_dropped = fit_turns(dialogue, self.chat_format.encode_prompt, limit)
             sampling = replace(self.sampling, seed=self.sampling.seed + self.num_responses)
             sampler = make_sampler(sampling, self.chat_format.stop_ids)
-            prompts, num_tokens = [token_ids], sampling.max_new_tokens
-            list(
-                generate_each(
-                    self.model, prompts, sampler, max_new_tokens=num_tokens, on_token=on_token
-                )
+            max_tokens = sampling.max_new_tokens
+            completions = generate_each(
+                self.model, [token_ids], sampler, max_new_tokens=max_tokens, on_token=on_token
             )
+            list(completions)
             emit(stream.finish())
         except KeyboardInterrupt:
             interrupted = True
@@ -222,14 +221,14 @@ class Terminal:
         with defer_logs():
             try:
                 prefix = "Model: " if self.is_interactive else ""
-                reply = self.conversation.respond(text, self.write, prefix=prefix)
+                result = self.conversation.respond(text, self.write, prefix=prefix)
             except UserError as error:
                 self.print_line(f"({error})")
                 return
-            self.print_line(" [stopped]" if reply.interrupted else "")
-            if reply.num_dropped:
+            self.print_line(" [stopped]" if result.interrupted else "")
+            if result.num_dropped:
                 self.print_line(
-                    f"(the {reply.num_dropped} oldest messages no longer fit in the model's"
+                    f"(the {result.num_dropped} oldest messages no longer fit in the model's"
                     " context and were dropped)"
                 )
 

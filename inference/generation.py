@@ -110,11 +110,11 @@ def generate_each(
         ConfigError: there is no room for the keys and values of one sequence.
     """
     plain = base_model(model)
-    tp_group, sharing = get_tp_group(plain), get_sharing_group(plain)
+    tp_group, sharing_group = get_tp_group(plain), get_sharing_group(plain)
     keys = range(len(prompts)) if keys is None else keys
     keyed = [(tuple(prompt), key) for prompt, key in zip(prompts, keys, strict=True)]
-    share = -(-len(keyed) // sharing.size)
-    first = sharing.rank * share
+    share = -(-len(keyed) // sharing_group.size)
+    first = sharing_group.rank * share
     # Consecutive prompts are often equal, so give each process a contiguous share.
     gathered, indices = gather_prompts(keyed[first : first + share], tp_group)
     requests = [
@@ -126,20 +126,20 @@ def generate_each(
         if cache_bytes is None:
             cache_bytes = free_bytes(next(model.parameters()).device)
         longest = max(len(request.prompt) + request.max_new_tokens for request in requests)
-        smallest = min(tp_group.gather_objects(cache_bytes))
-        pages = fitting_pages(plain, smallest, num_tokens=longest)
+        smallest_cache = min(tp_group.gather_objects(cache_bytes))
+        num_pages = fitting_pages(plain, smallest_cache, num_tokens=longest)
         num_slots = min(batch_size, len(requests))
         if not supports_slots(plain):
-            num_slots = min(num_slots, (pages - 1) // count_pages(longest))
+            num_slots = min(num_slots, (num_pages - 1) // count_pages(longest))
         batch = OpenBatch(
             model,
             num_slots=num_slots,
             capacity=longest,
-            num_pages=min(pages, max_pages(requests, num_slots)),
+            num_pages=min(num_pages, max_pages(requests, num_slots)),
             passes=passes,
         )
         completions = run_batch(batch, requests, on_token, stop_when)
-    return _gather_shares(_local_completions(completions, indices, tp_group), first, sharing)
+    return _gather_shares(_local_completions(completions, indices, tp_group), first, sharing_group)
 
 
 def gather_prompts(
@@ -154,9 +154,9 @@ def gather_prompts(
         (the prompts, the indices of each among this process's own prompts).
     """
     indices: dict[tuple[KeyedPrompt, int], list[int]] = {}
-    for rank, gathered in enumerate(tp_group.gather_objects(list(prompts))):
+    for rank, rank_prompts in enumerate(tp_group.gather_objects(list(prompts))):
         counts: Counter[KeyedPrompt] = Counter()
-        for index, prompt in enumerate(gathered):
+        for index, prompt in enumerate(rank_prompts):
             counts[prompt] += 1
             local_indices = indices.setdefault((prompt, counts[prompt]), [])
             if rank == tp_group.rank:
@@ -187,15 +187,15 @@ def _local_completions(
 
 
 def _gather_shares(
-    completions: Iterator[Completion], first: int, sharing: Group
+    completions: Iterator[Completion], first: int, sharing_group: Group
 ) -> Iterator[Completion]:
     """Yield this process's responses when they end, then those of the other processes."""
     local: list[Completion] = []
     for completion in completions:
         local.append(replace(completion, index=first + completion.index))
         yield local[-1]
-    for rank, shared in enumerate(sharing.gather_objects(local)):
-        if rank != sharing.rank:
+    for rank, shared in enumerate(sharing_group.gather_objects(local)):
+        if rank != sharing_group.rank:
             yield from shared
 
 

@@ -46,9 +46,9 @@ class RatingsFile:
             path.touch()
             sync(path.parent)
             content = path.read_bytes()
-            complete = content.rfind(b"\n") + 1
-            if complete < len(content):  # a killed process left a partial line
-                os.truncate(path, complete)
+            end = content.rfind(b"\n") + 1
+            if end < len(content):  # a killed process left a partial line
+                os.truncate(path, end)
         except OSError as error:
             raise ConfigError(f"--ratings {path} can't be written: {error.strerror}") from None
         self._ids = {str(rating["id"]) for rating in read_ratings(path)}
@@ -110,10 +110,10 @@ def read_ratings(path: Path) -> list[Rating]:
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise DataError(f"{path} can't be read: {reason}") from None
-    return list(_lines(path, text))
+    return list(_parse_lines(path, text))
 
 
-def _lines(path: Path, text: str) -> Iterator[Rating]:
+def _parse_lines(path: Path, text: str) -> Iterator[Rating]:
     for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
             continue
@@ -159,12 +159,12 @@ def compute_agreement(ratings: Sequence[Rating]) -> Agreement:
     decided = [pair for pair in pairs if pair.get("choice") is not None and not pair.get("tie")]
     blind = [pair for pair in decided if pair.get("blind") and len(pair.get("shown") or ()) == 2]
     lengths = [(pair["choice"], [len(a["text"]) for a in pair["answers"]]) for pair in decided]
-    items: defaultdict[tuple[str, ...], list[tuple[str, str]]] = defaultdict(list)
+    comparisons: defaultdict[tuple[str, ...], list[tuple[str, str]]] = defaultdict(list)
     for pair in pairs:
-        items[comparison_key(pair)].append((str(pair.get("rater", "")), choice_label(pair)))
+        comparisons[comparison_key(pair)].append((str(pair.get("rater", "")), choice_label(pair)))
     repeated: list[bool] = []
     label_pairs: list[tuple[str, str]] = []
-    for labels in items.values():
+    for labels in comparisons.values():
         for (rater_a, label_a), (rater_b, label_b) in itertools.combinations(labels, 2):
             if rater_a == rater_b:
                 repeated.append(label_a == label_b)
@@ -197,13 +197,13 @@ def comparison_key(pair: Rating) -> tuple[str, ...]:
     return (*prompt, *sorted(answer["text"] for answer in pair["answers"]))
 
 
-def _kappa(labels: Sequence[tuple[str, str]]) -> float | None:
+def _kappa(label_pairs: Sequence[tuple[str, str]]) -> float | None:
     """Return (observed - expected) / (1 - expected) agreement, expected from pooled labels."""
-    if not labels:
+    if not label_pairs:
         return None
-    observed = sum(a == b for a, b in labels) / len(labels)
-    counts = Counter(itertools.chain(*labels))
-    expected = sum((count / (2 * len(labels))) ** 2 for count in counts.values())
+    observed = sum(a == b for a, b in label_pairs) / len(label_pairs)
+    counts = Counter(itertools.chain(*label_pairs))
+    expected = sum((count / (2 * len(label_pairs))) ** 2 for count in counts.values())
     return 1.0 if expected == 1.0 else (observed - expected) / (1.0 - expected)
 
 
@@ -228,9 +228,9 @@ def main(argv: Sequence[str]) -> None:
     Raises:
         UserError: a file can't be read or written, or has lines that are not ratings.
     """
-    first, *arguments = argv or ["--help"]
-    require(first in ("export", "-h", "--help"), f"unknown command {first!r}; usage: {USAGE}")
-    export_rows(arguments if first == "export" else ["--help"])
+    command, *arguments = argv or ["--help"]
+    require(command in ("export", "-h", "--help"), f"unknown command {command!r}; usage: {USAGE}")
+    export_rows(arguments if command == "export" else ["--help"])
 
 
 def export_rows(arguments: Sequence[str]) -> None:
@@ -258,18 +258,18 @@ def export(ratings: Sequence[Rating]) -> tuple[list[dict[str, Any]], int]:
     Rows have prompt, chosen, rejected and margin, the mean strength given by the raters who prefer
     the chosen response; rows of corrections and thumbs-ups have only prompt and chosen.
     """
-    items: defaultdict[tuple[str, ...], list[Rating]] = defaultdict(list)
+    votes_by_comparison: defaultdict[tuple[str, ...], list[Rating]] = defaultdict(list)
     for rating in ratings:
         if rating["kind"] == "pair":
-            items[comparison_key(rating)].append(rating)
+            votes_by_comparison[comparison_key(rating)].append(rating)
     rows: list[dict[str, Any]] = []
-    for votes in items.values():
+    for votes in votes_by_comparison.values():
         counts = Counter(choice_label(rating) for rating in votes)
         first, second = counts["first"], counts["second"]
         if first != second:
             label = "first" if first > second else "second"
             rows.append(_pair_row([vote for vote in votes if choice_label(vote) == label]))
-    undecided = len(items) - len(rows)
+    undecided = len(votes_by_comparison) - len(rows)
     for rating in ratings:
         if rating["kind"] == "edit":
             rows.append({"prompt": rating["messages"], "chosen": rating["edit"]})

@@ -136,13 +136,13 @@ def _merge_stages(
     tied: dict[nn.Parameter, list[str]] = {}
     for name, _, _, param in iter_parameters(replica):
         tied.setdefault(param, []).append(name)
-    formats = stages.gather_objects({name: (s.full_shape, s.dtype) for name, s in local.items()})
+    metadata = stages.gather_objects({name: (s.full_shape, s.dtype) for name, s in local.items()})
     for names in tied.values():
-        rank, first = next(
-            (rank, name) for rank, owned in enumerate(formats) for name in names if name in owned
+        rank, key = next(
+            (rank, name) for rank, owned in enumerate(metadata) for name in names if name in owned
         )
-        shape, dtype = formats[rank][first]
-        source = local[first] if rank == stages.rank else WeightSource(first, shape, dtype, None)
+        shape, dtype = metadata[rank][key]
+        source = local[key] if rank == stages.rank else WeightSource(key, shape, dtype, None)
         for name in names:
             yield name, source
 
@@ -245,9 +245,9 @@ class Replica:
     ) -> None:
         plain = base_model(trained)
         self.tp_group, self._trained_by, self._stages = tp_group, trained_by, stages
-        settings = copy.deepcopy(plain.config)
+        config = copy.deepcopy(plain.config)
         self.model = build_on_meta(
-            lambda: type(plain)._from_config(settings, dtype=plain.dtype)  # noqa: SLF001
+            lambda: type(plain)._from_config(config, dtype=plain.dtype)  # noqa: SLF001
         )
         self.model.eval().requires_grad_(False)
         sharding = Sharding(self.model, tp_group)
@@ -285,7 +285,7 @@ class Replica:
         return not all(weight.is_copied for weight in self.weights)
 
     @torch.no_grad()
-    def load(self, weights: GathersUnits) -> None:
+    def load(self, engine: GathersUnits) -> None:
         """Copy the trained weights of an engine, one unit at a time; a collective."""
         if not self.loaded:
             for weight in self.weights:
@@ -297,7 +297,7 @@ class Replica:
             self.loaded = True
         for stage in range(self._stages.size):
             if stage == self._stages.rank:
-                self._copy_and_send(weights)
+                self._copy_and_send(engine)
             else:
                 self._receive(stage)
         self._share_buffers()
@@ -376,8 +376,8 @@ class Replica:
             parts = weight.spec.first_copies(shard)
         else:
             parts = [(shard, 0)] if self.tp_group.rank == 0 else []
-        none = torch.zeros((), dtype=torch.int64, device=shard.device)
-        return sum((sum_bits(part, first=first) for part, first in parts), start=none)
+        zero = torch.zeros((), dtype=torch.int64, device=shard.device)
+        return sum((sum_bits(part, first=first) for part, first in parts), start=zero)
 
 
 def weights_hash(model: nn.Module) -> int:

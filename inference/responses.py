@@ -195,8 +195,8 @@ class Responder:
         """Return whether the newest token of a response completes a stop string."""
         # A token has at least one byte. Four more tokens keep the space before the first word.
         longest = 4 + max(len(stop.encode()) for stop in self.stop_strings)
-        end = plain_text(self.tokenizer, list(token_ids[-longest:]))
-        return any(stop in end for stop in self.stop_strings) and any(
+        tail = plain_text(self.tokenizer, list(token_ids[-longest:]))
+        return any(stop in tail for stop in self.stop_strings) and any(
             stop in plain_text(self.tokenizer, list(token_ids)) for stop in self.stop_strings
         )
 
@@ -210,9 +210,9 @@ class Responder:
         text = decode(response.text_ids)
         ends = [index for stop in self.stop_strings if (index := text.find(stop)) >= 0]
         if not ends:
-            stop = "eos" if response.stopped else "length"
+            reason = "eos" if response.stopped else "length"
             text = text if self.raw else text.strip()
-            return TextResponse(text, response.ids, response.logprobs, stop)
+            return TextResponse(text, response.ids, response.logprobs, reason)
         # The length of the shortest prefix whose text contains a stop string.
         num_tokens = next(
             count
@@ -227,9 +227,9 @@ class Responder:
         """Return eight hexadecimal digits that identify everything the responses depend on."""
         directory = Path(model_path)
         files = sorted(directory.glob("*")) if directory.is_dir() else []
-        times = [(file.name, file.stat().st_mtime_ns) for file in files]
+        mtimes = [(file.name, file.stat().st_mtime_ns) for file in files]
         identity = {
-            "model": [model_path, str(self.model.dtype), *times],
+            "model": [model_path, str(self.model.dtype), *mtimes],
             "sampling": dataclasses.asdict(self.sampling),
             "rest": [self.raw, self.num_samples, self.stop_strings],
             "prompts": [[prompt.value, prompt.columns] for prompt in prompts],
@@ -255,12 +255,12 @@ def write_responses(
         done = truncate_partial_line(partial)
         with partial.open("ab", buffering=0) as file:
             progress.start()
-            started, num_tokens = time.perf_counter(), 0
+            start_time, num_tokens = time.perf_counter(), 0
             rows = responder.responses(encoded[done:], first_row=done, batch_size=batch_size)
             for row, responses in enumerate(rows, start=done):
                 file.write(format_line(prompts[row], responses))
                 num_tokens += sum(len(response.token_ids) for response in responses)
-                seconds = time.perf_counter() - started
+                seconds = time.perf_counter() - start_time
                 rate = {"tokens_per_second": num_tokens / seconds}
                 progress.update(row + 1, rate, seconds=seconds)
         partial.replace(out)

@@ -14,7 +14,7 @@ from pipeline.models.forward.scores import require_score
 from pipeline.models.hf.load import load_reward
 from pipeline.parallel.device import local_device
 
-BATCH = 16
+BATCH_SIZE = 16
 """Number of responses scored in one pass."""
 
 
@@ -49,9 +49,9 @@ def score_responses(
     order = sorted(range(len(rows)), key=lambda row: len(rows[row]))
     scores = [0.0] * len(rows)
     with torch.no_grad():
-        for first in range(0, len(order), BATCH):
-            part = order[first : first + BATCH]
-            batch = collate([rows[row] for row in part]).to(local_device())
-            for row, score in zip(part, scorer.final_scores(batch).tolist(), strict=True):
+        for first in range(0, len(order), BATCH_SIZE):
+            indices = order[first : first + BATCH_SIZE]
+            batch = collate([rows[row] for row in indices]).to(local_device())
+            for row, score in zip(indices, scorer.final_scores(batch).tolist(), strict=True):
                 scores[row] = score
     return scores

@@ -33,10 +33,10 @@ class SamplingOptions:
     1 disables it."""
 
     def __post_init__(self) -> None:
-        is_within = 0 <= self.min_new_tokens <= self.max_new_tokens
+        is_min_valid = 0 <= self.min_new_tokens <= self.max_new_tokens
         for name, is_valid, rule in (
             ("max_new_tokens", self.max_new_tokens > 0, "be positive"),
-            ("min_new_tokens", is_within, "be in [0, max_new_tokens]"),
+            ("min_new_tokens", is_min_valid, "be in [0, max_new_tokens]"),
             ("temperature", self.temperature >= 0, "be at least 0"),
             ("top_p", 0 < self.top_p <= 1, "be in (0, 1]"),
             ("top_k", self.top_k is None or self.top_k > 0, "be positive"),

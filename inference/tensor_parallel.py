@@ -12,7 +12,7 @@ from pipeline.models.parallel.sharding import STYLES, TensorShards
 from pipeline.parallel.group import SELF_GROUP, Group, tree_sum
 
 _TP_GROUP, _KV_HEADS = "tensor_parallel_group", "tensor_parallel_kv_heads"
-_SHARING = "same_prompts_group"
+_SHARING_GROUP = "same_prompts_group"
 
 
 def get_tp_group(model: nn.Module) -> Group:
@@ -20,7 +20,7 @@ def get_tp_group(model: nn.Module) -> Group:
     return getattr(model, _TP_GROUP, SELF_GROUP)
 
 
-def kv_heads_here(model: nn.Module) -> int | None:
+def get_local_kv_heads(model: nn.Module) -> int | None:
     """Return a tensor-parallel model's key/value heads on this process; None for other models."""
     return getattr(model, _KV_HEADS, None)
 
@@ -30,12 +30,12 @@ def set_sharing_group(model: nn.Module, group: Group) -> None:
 
     Each then responds to a share of the prompts, and the whole group must generate together.
     """
-    setattr(model, _SHARING, group)
+    setattr(model, _SHARING_GROUP, group)
 
 
 def get_sharing_group(model: nn.Module) -> Group:
     """Return the group of processes that have the same prompts, each with a copy of `model`."""
-    return getattr(model, _SHARING, SELF_GROUP)
+    return getattr(model, _SHARING_GROUP, SELF_GROUP)
 
 
 def all_reduce_(values: Shaped[Tensor, "*S"], group: Group) -> Shaped[Tensor, "*S"]:

@@ -79,13 +79,13 @@ class TokenBytes:
         added = tokenizer.added_tokens_decoder.items()
         self.special = {*tokenizer.all_special_ids, *(i for i, token in added if token.special)}
         """Special tokens, which have no text."""
-        kinds = set(_decoders(tokenizer))
-        self._is_byte_level = "ByteLevel" in kinds
-        self._has_byte_pieces = "ByteFallback" in kinds
+        decoder_types = set(_decoder_types(tokenizer))
+        self._is_byte_level = "ByteLevel" in decoder_types
+        self._has_byte_pieces = "ByteFallback" in decoder_types
         self.is_exact = self._is_byte_level or self._has_byte_pieces
         """Whether the concatenated bytes of tokens are the bytes of their text."""
         self._cache: dict[int, bytes] = {}
-        self._bytes = {character: byte for byte, character in bytes_to_unicode().items()}
+        self._char_to_byte = {character: byte for byte, character in bytes_to_unicode().items()}
 
     def get(self, token: int) -> bytes:
         """Return the bytes that a token adds to text; empty for a special or unknown token."""
@@ -98,8 +98,8 @@ class TokenBytes:
             return b""
         piece = self.tokenizer.convert_ids_to_tokens(token)
         if self._is_byte_level and isinstance(piece, str):
-            if set(piece) <= self._bytes.keys():
-                return bytes(self._bytes[character] for character in piece)
+            if set(piece) <= self._char_to_byte.keys():
+                return bytes(self._char_to_byte[character] for character in piece)
             return piece.encode()  # an added token is plain text
         if self._has_byte_pieces and isinstance(piece, str):
             match = _BYTE.fullmatch(piece)
@@ -123,7 +123,7 @@ class TokenBytes:
         return parts
 
 
-def _decoders(tokenizer: PreTrainedTokenizerBase) -> Sequence[str]:
+def _decoder_types(tokenizer: PreTrainedTokenizerBase) -> Sequence[str]:
     """Return the types of the decoders that a fast tokenizer applies."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None or backend.decoder is None:
@@ -170,8 +170,8 @@ class ResponseText:
         """Return the rest of the text."""
         if self.stopped:
             return ""
-        last = self._stream.finish() if self._stream else self._decoder.decode(b"", final=True)
-        piece = self._cut_at_stop(last)
+        remaining = self._stream.finish() if self._stream else self._decoder.decode(b"", final=True)
+        piece = self._cut_at_stop(remaining)
         rest, self._pending = self._pending, ""
         return piece if self.stopped else piece + rest
 

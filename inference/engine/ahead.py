@@ -65,9 +65,9 @@ class AheadDecoder:
     @property
     def can_launch(self) -> bool:
         """Whether another pass is possible and worthwhile: few sequences ended and one needs it."""
-        is_full = 8 * sum(t.ended for t in self.tickets) <= len(self.tickets)
+        most_are_running = 8 * sum(t.ended for t in self.tickets) <= len(self.tickets)
         is_needed = any(not t.ended and remaining_tokens(t) > 0 for t in self.tickets)
-        return self._max_passes > 0 and is_full and is_needed
+        return self._max_passes > 0 and most_are_running and is_needed
 
     @torch.inference_mode()
     def launch(self) -> None:

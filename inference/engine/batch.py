@@ -86,8 +86,8 @@ class OpenBatch:
         plain = base_model(model)
         # If rotary angles depend on a pass's length, prompts can't be processed in chunks.
         is_chunkable = has_fixed_positions(plain)
-        default = PREFILL[next(model.parameters()).device.type]
-        self._chunk = chunk or default if is_chunkable else default
+        default_chunk = PREFILL[next(model.parameters()).device.type]
+        self._chunk = chunk or default_chunk if is_chunkable else default_chunk
         self._reuse_prefixes = reuse_prefixes and is_chunkable
         self.capacity = min(capacity, context_length(plain))
         self._num_pages = num_pages or 1 + num_slots * count_pages(self.capacity)
@@ -181,7 +181,7 @@ class OpenBatch:
 
     def _advance(self) -> Iterator[Event]:
         try:
-            tickets, choices, reports = self._forward()
+            tickets, choices, top_logprobs = self._forward()
         except Exception as error:
             if self._is_tensor_parallel:
                 raise
@@ -197,7 +197,7 @@ class OpenBatch:
                 self._waiting = dict.fromkeys(interrupted) | self._waiting
             return
         for row, (ticket, choice) in enumerate(zip(tickets, choices, strict=True)):
-            yield from self._record(ticket, choice, reports.get(row))
+            yield from self._record(ticket, choice, top_logprobs.get(row))
         self._rows.free([ticket for ticket in tickets if ticket.ended])
 
     def _halve_slots(self, error: Exception) -> bool:
@@ -231,7 +231,7 @@ class OpenBatch:
         return ahead.tickets, choices, {}
 
     def _record(
-        self, ticket: Ticket, choice: Choice, report: TokenLogprobs | None
+        self, ticket: Ticket, choice: Choice, top_logprobs: TokenLogprobs | None
     ) -> Iterator[Event]:
         """Append the chosen token to the response, and yield the events."""
         if ticket.ended:
@@ -246,7 +246,7 @@ class OpenBatch:
         response.ids.append(ticket.newest_token)
         response.logprobs.append(logprob)
         response.stopped = ticket.newest_token in ticket.sampler.stop_ids
-        yield TokenEvent(ticket, ticket.newest_token, logprob, report)
+        yield TokenEvent(ticket, ticket.newest_token, logprob, top_logprobs)
         if response.stopped:
             yield self._finish(ticket, "stop")
         elif len(response.ids) == ticket.request.max_new_tokens:
@@ -315,8 +315,8 @@ def discard_traceback(error: Exception) -> None:
 
 def supports_slots(model: PreTrainedModel) -> bool:
     """Return whether the model uses ragged attention and every layer has its own keys."""
-    shared = getattr(model.config.get_text_config(), "num_kv_shared_layers", None)
-    return is_ragged(model) and not shared
+    num_shared = getattr(model.config.get_text_config(), "num_kv_shared_layers", None)
+    return is_ragged(model) and not num_shared
 
 
 def has_fixed_positions(model: PreTrainedModel) -> bool:

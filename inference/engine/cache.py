@@ -18,7 +18,7 @@ from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
-from inference.tensor_parallel import kv_heads_here
+from inference.tensor_parallel import get_local_kv_heads
 from pipeline.kernels.cache_append import append_
 from pipeline.kernels.cache_append import find_kernel as append_kernel_for
 from pipeline.kernels.decode_attention import (
@@ -41,11 +41,11 @@ def count_pages(tokens: int) -> int:
 
 def page_bytes(model: PreTrainedModel) -> int:
     """Return the bytes per page on this process: keys and values of all layers."""
-    settings = model.config.get_text_config()
-    heads, all_heads = kv_heads_here(model), settings.num_attention_heads
-    heads = heads or getattr(settings, "num_key_value_heads", None) or all_heads
-    size = getattr(settings, "head_dim", None) or settings.hidden_size // all_heads
-    return 2 * settings.num_hidden_layers * heads * size * model.dtype.itemsize * PAGE
+    config = model.config.get_text_config()
+    heads, all_heads = get_local_kv_heads(model), config.num_attention_heads
+    heads = heads or getattr(config, "num_key_value_heads", None) or all_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // all_heads
+    return 2 * config.num_hidden_layers * heads * head_dim * model.dtype.itemsize * PAGE
 
 
 class PagedCache(Cache):
@@ -82,12 +82,12 @@ class PagedCache(Cache):
             for stored, new in ((self.keys, key_states), (self.values, value_states)):
                 stored.append(new_zeros(new, self.num_pages, new.shape[1], PAGE, new.shape[3]))
         keys, values = self.keys[layer_idx], self.values[layer_idx]
-        new = (key_states[0], value_states[0])
-        gpu = append_kernel_for((keys, values), new)
+        states = (key_states[0], value_states[0])
+        gpu = append_kernel_for((keys, values), states)
         if gpu is None:
-            self._store((keys, values), new)
+            self._store((keys, values), states)
         else:
-            append_((keys, values), new, self._indices, gpu=gpu)
+            append_((keys, values), states, self._indices, gpu=gpu)
         return (keys, values) if self._reads_pages else (key_states, value_states)
 
     def _store(
@@ -157,14 +157,14 @@ class DecodeAttention:
         rows = query[0].transpose(0, 1)  # (N, H, D)
         if self.is_on_device or find_kernel(rows, key, value) is not None:
             lengths, pages = self.device_tables(len(rows))
-            scores = AttentionSpec(
+            spec = AttentionSpec(
                 lengths=lengths,
                 pages=pages,
                 scaling=rows.shape[2] ** -0.5 if scaling is None else scaling,
                 sliding_window=sliding_window,
             )
             out = rows.new_empty(1, *rows.shape) if out is None else out
-            decode_attention(rows, key, value, scores, longest=max(self.lengths), out=out[0])
+            decode_attention(rows, key, value, spec, longest=max(self.lengths), out=out[0])
             return out
         count, pages = len(self.lengths), torch.from_numpy(self.pages).to(self.device)
         if sliding_window not in self._masks:
@@ -190,11 +190,11 @@ class DecodeAttention:
 
     def _mask(self, sliding_window: int | None, dtype: torch.dtype) -> Float[Tensor, "B 1 1 K"]:
         """Return a mask with minus infinity at the keys that a token must not attend to."""
-        ends = torch.tensor(self.lengths, device=self.device)[:, None]
+        lengths = torch.tensor(self.lengths, device=self.device)[:, None]
         keys = torch.arange(self.pages.shape[1] * PAGE, device=self.device)
-        hidden = (keys >= ends) | (keys < ends - (sliding_window or len(keys)))
-        mask = torch.zeros(hidden.shape, dtype=dtype, device=self.device)
-        return mask.masked_fill_(hidden, -math.inf)[:, None, None, :]
+        masked = (keys >= lengths) | (keys < lengths - (sliding_window or len(keys)))
+        mask = torch.zeros(masked.shape, dtype=dtype, device=self.device)
+        return mask.masked_fill_(masked, -math.inf)[:, None, None, :]
 
 
 class Chunk(NamedTuple):

@@ -42,8 +42,8 @@ class PaddedRows:
         if self.running or not waiting:
             return
         # Prompts of similar lengths need less padding.
-        oldest = sorted(waiting, key=lambda ticket: len(ticket.prompt)) if is_closed else waiting
-        tickets = list(islice(oldest, self._batch_size))
+        queue = sorted(waiting, key=lambda ticket: len(ticket.prompt)) if is_closed else waiting
+        tickets = list(islice(queue, self._batch_size))
         for ticket in tickets:
             del waiting[ticket]
         self._batch = PaddedBatch(self._model, tickets)

@@ -100,8 +100,8 @@ class ReplayedRows(ABC):
         """
         expected = self._run_modules()
         logits = expected[:num_sequences].float()
-        largest = (self._replay()[:num_sequences].float() - logits).abs().max()
-        difference = float(largest / logits.abs().max().clamp(min=1e-30))
+        max_difference = (self._replay()[:num_sequences].float() - logits).abs().max()
+        difference = float(max_difference / logits.abs().max().clamp(min=1e-30))
         # Half of the dtype's digits: 3.5e-4 in fp32, 0.09 in bf16. `not <=` also rejects NaN.
         if not difference <= torch.finfo(expected.dtype).eps ** 0.5:
             raise ReplayError(
@@ -376,14 +376,14 @@ def fuse_gate(calls: list[Call], index: int) -> None:
     """Fuse the SiLU at an index with the product that reads it, if a kernel can compute both."""
     (x,), (gate,) = calls[index].args, calls[index].outputs
     key = storage_key(gate)
-    end = next(
+    mul_index = next(
         n for n in range(index + 1, len(calls)) if key in map(storage_key, calls[n].inputs())
     )
-    others = [tensor for tensor in calls[end].inputs() if tensor is not gate]
-    if calls[end].name == "mul" and len(others) == 1:
+    others = [tensor for tensor in calls[mul_index].inputs() if tensor is not gate]
+    if calls[mul_index].name == "mul" and len(others) == 1:
         (up,) = others
-        if repeat := prepare_silu_product(x, up, calls[end].outputs[0]):
-            calls[end] = Call(None, (x, up), {}, calls[end].outputs, repeat)
+        if repeat := prepare_silu_product(x, up, calls[mul_index].outputs[0]):
+            calls[mul_index] = Call(None, (x, up), {}, calls[mul_index].outputs, repeat)
             del calls[index]
 
 
@@ -574,13 +574,13 @@ class TracedRows(ReplayedRows):
             return None
         if call.outputs[0].shape[:-1].numel() != self._inputs.shape[1]:
             return None  # not one row per token
-        linear = None
+        matmul = None
         if call.name == "linear":
             x, weight, *bias = call.args
-            linear = prepare(x, weight, bias[0] if bias else None, call.outputs[0])
+            matmul = prepare(x, weight, bias[0] if bias else None, call.outputs[0])
         elif call.name == "addmm":  # transformers' Conv1D, as in GPT-2
             bias, x, weight = call.args
-            linear = prepare(x, weight.mT, bias, call.outputs[0])
-        if linear is not None:
-            self._matmuls.append(linear)
-        return linear
+            matmul = prepare(x, weight.mT, bias, call.outputs[0])
+        if matmul is not None:
+            self._matmuls.append(matmul)
+        return matmul

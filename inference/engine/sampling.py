@@ -273,8 +273,8 @@ def argmax_tokens(scores: Float[Tensor, "B V"]) -> Int[Tensor, " B"]:
 
 def split_blocks(values: Float[Tensor, "B V"], *, padding: float) -> Float[Tensor, "B K W"]:
     """Split each row into K blocks; the last one is padded."""
-    missing = -values.shape[-1] % BLOCK
-    padded = F.pad(values, (0, missing), value=padding) if missing else values
+    num_padding = -values.shape[-1] % BLOCK
+    padded = F.pad(values, (0, num_padding), value=padding) if num_padding else values
     return padded.unflatten(-1, (-1, BLOCK))
 
 
@@ -337,8 +337,8 @@ def compute_logprobs(
     chosen = [row[token] for row, token in zip(logprobs, tokens, strict=True)]
     values, ids = logprobs.topk(min(max(num_top, default=0), logits.shape[-1]), dim=-1)
     return [
-        TokenLogprobs(logprob.item(), tuple(zip(row_ids[:count], best[:count], strict=True)))
-        for logprob, row_ids, best, count in zip(
+        TokenLogprobs(logprob.item(), tuple(zip(row_ids[:count], row_values[:count], strict=True)))
+        for logprob, row_ids, row_values, count in zip(
             chosen, ids.tolist(), values.tolist(), num_top, strict=True
         )
     ]

@@ -16,13 +16,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from inference.engine.ahead import AheadDecoder, can_decode_ahead, remaining_tokens
-from inference.engine.cache import (
-    Chunk,
-    ChunkedAttention,
-    DecodeAttention,
-    PagedCache,
-    count_pages,
-)
+from inference.engine.cache import Chunk, ChunkedAttention, DecodeAttention, PagedCache, count_pages
 from inference.engine.decoder import Decoder
 from inference.engine.replay import CurrentLayout, PassCounts
 from inference.engine.requests import Ticket, Waiting, to_array
@@ -165,17 +159,17 @@ class PrefixCache:
     def find(self, ticket: Ticket) -> tuple[Slot | None, int]:
         """Return the slot with the longest reusable prefix, and the prefix's length."""
         prompt = ticket.prompt[:-1]
-        equal = self._slot_by_prompt.get(ticket.prompt_key)
-        if equal is not None and equal.stored >= len(prompt):
-            return (equal, len(prompt)) if len(prompt) else (None, 0)
+        match = self._slot_by_prompt.get(ticket.prompt_key)
+        if match is not None and match.stored >= len(prompt):
+            return (match, len(prompt)) if len(prompt) else (None, 0)
         if not self._allow_partial:
             return None, 0
-        counts = [
+        candidates = [
             (common_prefix(slot.tokens[: slot.stored], prompt), slot.ticket is None, slot.index)
             for slot in self._slots
             if slot.scope == ticket.request.scope
         ]
-        count, _, index = max(counts, default=(0, False, 0))
+        count, _, index = max(candidates, default=(0, False, 0))
         return (self._slots[index], count) if count >= REUSE_MIN else (None, 0)
 
     def is_pending(self, ticket: Ticket, prefilling: Mapping[Hashable, Ticket]) -> bool:
@@ -266,10 +260,10 @@ class Scheduler:
 
     def admit(self, waiting: Waiting) -> None:
         """Assign free slots to the oldest requests, unless their prefix is being prefilled."""
-        free = self._slots_by_age(occupied=False)
+        free_slots = self._slots_by_age(occupied=False)
         prefilling = {s.prompt_key: s.ticket for s in self._prefilling if s.ticket is not None}
         oldest: list[Ticket] = []
-        for ticket in itertools.islice(waiting, len(free)):
+        for ticket in itertools.islice(waiting, len(free_slots)):
             if not self._prefixes.is_pending(ticket, prefilling):
                 oldest.append(ticket)
                 prefilling[ticket.prompt_key] = ticket
@@ -289,7 +283,7 @@ class Scheduler:
                 break
             available -= needed
             del waiting[ticket]
-            self._assign_slot(ticket, source, count, free, copies)
+            self._assign_slot(ticket, source, count, free_slots, copies)
         self._cache.copy(copies)
         self._num_fitting = len(self.occupants) if self._is_blocked else len(self.slots)
 
@@ -298,25 +292,25 @@ class Scheduler:
         ticket: Ticket,
         source: Slot | None,
         count: int,
-        free: list[Slot],
+        free_slots: list[Slot],
         copies: dict[int, int],
     ) -> None:
         """Assign a slot and pages; `source` stores the first `count` tokens of the prompt.
 
         Pages to copy are added to `copies`, each with its source.
         """
-        if source in free and 2 * count >= source.stored:
+        if source in free_slots and 2 * count >= source.stored:
             slot = source
-            free.remove(slot)
+            free_slots.remove(slot)
         else:
-            slot = free.pop(1 if free[0] is source and len(free) > 1 else 0)
+            slot = free_slots.pop(1 if free_slots[0] is source and len(free_slots) > 1 else 0)
         num_full = count // PAGE
-        stored = [] if source is None else source.pages[: count_pages(count)]
-        self._pool.share(stored[:num_full])
+        prefix = [] if source is None else source.pages[: count_pages(count)]
+        self._pool.share(prefix[:num_full])
         self._pool.release(slot.pages)
         slot.clear()
-        pages = stored[:num_full] + self._allocate(count_pages(len(ticket.prompt)) - num_full)
-        for page in stored[num_full:]:  # may have been released, but is written after the copy
+        pages = prefix[:num_full] + self._allocate(count_pages(len(ticket.prompt)) - num_full)
+        for page in prefix[num_full:]:  # may have been released, but is written after the copy
             copies[pages[num_full]] = copies.get(page, page)
         self._prefixes.assign(slot, ticket, stored=count)
         self._set_pages(slot, pages)

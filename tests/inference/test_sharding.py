@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from inference.engine.sampling import Sampler
 from inference.generation import generate, generate_each
 from inference.replica import Replica
-from inference.tensor_parallel import Sharding, kv_heads_here
+from inference.tensor_parallel import Sharding, get_local_kv_heads
 from pipeline.config import LoraConfig
 from pipeline.models.adapters.lora import add_lora
 from pipeline.models.forward.packing import detect_batching
@@ -171,7 +171,7 @@ def generate_own() -> dict[str, Any]:
         cache_bytes=10**5 * (rank() + 1),
     )
     answers = {item.index: len(item.response.ids) for item in finished}
-    return {"answers": answers, "kv_heads": kv_heads_here(model)}
+    return {"answers": answers, "kv_heads": get_local_kv_heads(model)}
 
 
 def test_each_rank_gets_the_responses_to_its_prompts() -> None:
