@@ -77,7 +77,8 @@ class Engine(engine.Engine):
             f"torchrun started {launched.world_size()} processes, which have not joined: create"
             " the engine within `with process_group():`",
         )
-        self._writers: dict[Path, CheckpointWriter] = {}
+        self._writers: dict[Path, tuple[CheckpointWriter, str | None]] = {}
+        """Writer, and name of the stored frozen weights, by directory."""
 
     def save(self, directory: Path | str, progress: Mapping[str, Any] | None = None) -> None:
         """Save the state, and `progress` as JSON, and wait for the files. A collective.
@@ -91,17 +92,18 @@ class Engine(engine.Engine):
         if root not in self._writers:
             job = self.group.gather_objects(uuid.uuid4().hex[:12])[0]
             ranks = {"rank": self.group.rank, "world_size": self.group.size}
-            writer = self._writers[root] = CheckpointWriter(root, job=job, **ranks)
-            self._base = f"base-{job}" if description["frozen"] else None
-            if self._base is not None:  # frozen weights are written once
-                writer.save_base(self._base, state.frozen_fragments(self, "engine"))
-        writer, random = self._writers[root], random_state().items()
+            writer = CheckpointWriter(root, job=job, **ranks)
+            base = f"base-{job}" if description["frozen"] else None
+            self._writers[root] = writer, base
+            if base is not None:  # frozen weights are written once
+                writer.save_base(base, state.frozen_fragments(self, "engine"))
+        (writer, base), random = self._writers[root], random_state().items()
         fragments = chain(
             state.trained_fragments(self, "engine"),
             (Fragment(f"random/{self.group.rank}/{name}", 0, tensor) for name, tensor in random),
         )
         document = {"engine": description, "progress": dict(progress or {})}
-        writer.save(self.steps, fragments, document, base=self._base)
+        writer.save(self.steps, fragments, document, base=base)
         writer.wait()
         failures = [failure for failure in self.group.gather_objects(writer.failure) if failure]
         if failures:

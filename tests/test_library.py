@@ -95,9 +95,9 @@ def test_checkpoint_restores_frozen_weights(tmp_path: Path) -> None:
         return Engine(model)
 
     first, second = make_engine(), make_engine()
-    first.save(tmp_path)
-    first.save(tmp_path)
-    second.resume(tmp_path)
+    for directory in ("a", "b", "a"):
+        first.save(tmp_path / directory)
+    second.resume(tmp_path / "a")
     assert torch.equal(*(engine.model.state_dict()["0.weight"] for engine in (first, second)))
 
 
