@@ -57,11 +57,11 @@ END
 add_row() { printf '{"part": "process", "name": "%s", "ok": %s, %s}\n' "$@" >>"$ROWS"; }
 
 run_part() { # NAME SECONDS NEEDS ALONE COMMAND
-  local name=$1 limit=$2 needs=$3 command=$5 start=$SECONDS code=0 left ok=true tests under=
+  local name=$1 limit=$2 needs=$3 command=$5 start=$SECONDS code=0 left ok=true tests prefix=
   case $needs in
     -) ;;
     gpu) if [ -n "$TINY" ]; then add_row "$name" true '"skipped": "needs a GPU"'; return; fi ;;
-    *) under="env PYTORCH_NO_CUDA_MEMORY_CACHING=1 $needs --tool memcheck --error-exitcode 9 "
+    *) prefix="env PYTORCH_NO_CUDA_MEMORY_CACHING=1 $needs --tool memcheck --error-exitcode 9 "
       if [ -n "$TINY" ] || ! command -v "$needs" >/dev/null; then
         add_row "$name" true "\"skipped\": \"needs $needs and a GPU\""
         return
@@ -70,7 +70,7 @@ run_part() { # NAME SECONDS NEEDS ALONE COMMAND
   left=$((SUITE_SECONDS - SECONDS))
   if [ $left -lt 8 ]; then add_row "$name" false '"ended": "no time was left"'; return; fi
   timeout --kill-after 2 $((limit < left ? limit : left)) \
-    bash -c "exec $under\"$PYTHON\" $command" >"$OUT/$name.log" 2>&1 </dev/null || code=$?
+    bash -c "exec $prefix\"$PYTHON\" $command" >"$OUT/$name.log" 2>&1 </dev/null || code=$?
   # On a GPU, skipped tests count as failures.
   tests=$(grep -oE '[0-9]+ (passed|failed|skipped|deselected|errors?)\b.*' "$OUT/$name.log" | tail -1) || true
   if [ $code -ne 0 ] || { [ -z "$TINY" ] && [[ $tests == *skipped* ]]; }; then ok=false; fi
@@ -93,8 +93,8 @@ run_suite() { # the parts on standard input
 }
 
 prepare() {
-  local name platforms=()
-  for name in 2_28 2_27 2_17 2014 1; do platforms+=(--platform "manylinux${name}_x86_64"); done
+  local name version platforms=()
+  for version in 2_28 2_27 2_17 2014 1; do platforms+=(--platform "manylinux${version}_x86_64"); done
   mkdir -p .offline/kernels
   chmod 700 .offline/kernels
   rm -rf .offline/wheels # two versions of a package would break the installation

@@ -10,8 +10,8 @@ def bullets(data: Path) -> list[dict[str, str]]:
     """Return the first user turns of hh-rlhf, with an instruction."""
     with gzip.open(data / "harmless-base" / "test.jsonl.gz", "rt") as file:
         texts = [json.loads(line)["chosen"].split("\n\nAssistant:")[0] for line in file]
-    first = [text.removeprefix("\n\nHuman:").strip() for text in dict.fromkeys(texts)]
-    return [{"prompt": f"{text}\nAnswer with three bullet points."} for text in first]
+    turns = [text.removeprefix("\n\nHuman:").strip() for text in dict.fromkeys(texts)]
+    return [{"prompt": f"{text}\nAnswer with three bullet points."} for text in turns]
 
 
 def problems(data: Path) -> list[dict[str, str]]:
@@ -19,7 +19,7 @@ def problems(data: Path) -> list[dict[str, str]]:
     rows = json.loads((data / "SVAMP.json").read_text())
     texts = [f"{row['Body'].strip(' .')}. {row['Question']}\nAnswer with a number." for row in rows]
     answers = [f"{row['Answer']:g}" for row in rows]
-    return [{"prompt": text, "answer": right} for text, right in zip(texts, answers, strict=True)]
+    return [{"prompt": text, "answer": answer} for text, answer in zip(texts, answers, strict=True)]
 
 
 if __name__ == "__main__":

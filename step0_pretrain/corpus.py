@@ -137,12 +137,12 @@ def _hold_out(
         data.eval_fraction, min(draw for file_draws in draws for draw in file_draws.values())
     )
     eval_rows: list[TokenRow] = []
-    num_chosen = 0
+    num_held_out = 0
     for rows, count, file_draws in zip(files, counts, draws, strict=True):
         documents = [document for document, draw in file_draws.items() if draw <= threshold]
         eval_rows += islice(rows.fill_with(documents), count)
-        num_chosen += len(documents)
-    if num_chosen == sum(rows.file.documents for rows in files):
+        num_held_out += len(documents)
+    if num_held_out == sum(rows.file.documents for rows in files):
         names = " ".join(str(rows.file.path) for rows in files)
         raise DataError(f"{names}: all documents would be held out for evaluation; add documents")
     return eval_rows[:max_rows], HeldOut(seed=data.seed, threshold=threshold)
@@ -150,7 +150,7 @@ def _hold_out(
 
 def _find_smallest_draws(rows: Windows, count: int, data: TextDataConfig) -> dict[int, float]:
     """Return draws of held-out documents that fill `count` rows, and the smallest draw examined."""
-    file, num_missing, held_out = rows.file, count * rows.capacity, HeldOut(seed=data.seed)
+    file, missing_tokens, held_out = rows.file, count * rows.capacity, HeldOut(seed=data.seed)
     num_searched = min(file.documents, MAX_SEARCHED)
     draws: dict[int, float] = {}
     for document in Random(f"{data.seed} evaluation").sample(range(file.documents), num_searched):
@@ -159,8 +159,8 @@ def _find_smallest_draws(rows: Windows, count: int, data: TextDataConfig) -> dic
             draws[document] = draw
         if draw <= data.eval_fraction:
             start, end = file.span(document)
-            num_missing -= end - start
-        if num_missing <= 0:
+            missing_tokens -= end - start
+        if missing_tokens <= 0:
             break
     file.release()
     return draws

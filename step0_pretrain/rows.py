@@ -60,8 +60,8 @@ def split_rows(rows: Sequence[TokenRow], config: PretrainConfig) -> list[list[To
 def collate(rows: Sequence[TokenRow], *, spare: TokenRow) -> TokenBatch:
     """Concatenate the rows' sequences; if all are empty, use those of `spare` without targets."""
     with_targets = [row for row in rows if row.spans]
-    used = with_targets or [spare]
-    sequences = [ids for row in used for ids in row.sequences()]
+    present = with_targets or [spare]
+    sequences = [ids for row in present for ids in row.sequences()]
     lengths = tuple(map(len, sequences))
     input_ids = torch.from_numpy(np.concatenate(sequences).astype(np.int64))
     is_target = torch.ones(len(input_ids), dtype=torch.bool)

@@ -58,11 +58,11 @@ def train(config: SFTConfig) -> Path:
             best.update(before, step=0)
             run.log_eval(0, {"perplexity": before, **initial_tasks})
 
-        def enough() -> bool:
+        def out_of_patience() -> bool:
             return best.worse_in_a_row == config.patience
 
         with exporting_best(run, best, sft.export, model=config.model):
-            for step in sft.checkpoints.steps(should_stop=enough):
+            for step in sft.checkpoints.steps(should_stop=out_of_patience):
                 batch = encode(rows.next_examples(), rows.chat, config)
                 take_step(sft, batch, run, step=step)
                 if sft.evaluates_after(step):

@@ -150,17 +150,17 @@ def select_rows(
         DataError: there are no such rows, all have one class, or one has an unlisted class.
     """
     kind = detect_kind(config, train)
-    chosen = [[row for row in rows if has_label_kind(kind, row)] for rows in (train, held_out)]
-    for rows, name in zip(chosen, ("training", "held-out"), strict=True):
+    selected = [[row for row in rows if has_label_kind(kind, row)] for rows in (train, held_out)]
+    for rows, name in zip(selected, ("training", "held-out"), strict=True):
         if not rows:
             raise DataError(
                 f"reward.labels {kind}: no {name} row has {REQUIRED[kind]}; use other rows, map"
                 " their columns with --fields, or choose another kind (docs/reward_models.md)"
             )
-    if num_skipped := len(train) - len(chosen[0]):
+    if num_skipped := len(train) - len(selected[0]):
         logger.info("skipping %d of %d rows that are not of kind %s", num_skipped, len(train), kind)
-    resolve_labels(config, *chosen)  # raises for invalid labels
-    return chosen[0], chosen[1]
+    resolve_labels(config, *selected)  # raises for invalid labels
+    return selected[0], selected[1]
 
 
 def detect_kind(config: LabelSettings, rows: Sequence[Example]) -> LabelKind:

@@ -33,8 +33,8 @@ def pairwise_loss(
     nll = -F.logsigmoid(difference)
     if focal_gamma:
         # Exponents below 1 have an infinite slope at 0, where p rounds to 1.
-        wrong = torch.sigmoid(-difference).clamp(min=torch.finfo(difference.dtype).tiny)
-        nll = wrong**focal_gamma * nll
+        p_wrong = torch.sigmoid(-difference).clamp(min=torch.finfo(difference.dtype).tiny)
+        nll = p_wrong**focal_gamma * nll
     return (nll + center_coef * (chosen + rejected).square()).sum()
 
 
@@ -55,8 +55,8 @@ def cross_entropy(
     nll = -logprobs
     if focal_gamma:
         # Exponents below 1 have an infinite slope at 0, where p_y rounds to 1.
-        others = (-torch.expm1(logprobs)).clamp(min=torch.finfo(logprobs.dtype).tiny)
-        nll = others**focal_gamma * nll
+        p_wrong = (-torch.expm1(logprobs)).clamp(min=torch.finfo(logprobs.dtype).tiny)
+        nll = p_wrong**focal_gamma * nll
     if weights is not None:
         nll = weights[classes] * nll
     return nll.sum()

@@ -80,12 +80,13 @@ def compute_outputs(
         ):
             outputs: Tensor = scorer(batch.tokens, labels=True)[batch.positions]
             observe(outputs, batch)
-            present = [rows[index] for index in batch.indices]
+            batch_rows = [rows[index] for index in batch.indices]
             if rows[0].ends is None:
                 values = outputs[batch.sequence_indices].tolist()
-                values = [x[: len(row.sequences)] for x, row in zip(values, present, strict=True)]
+                pairs = zip(values, batch_rows, strict=True)
+                values = [scores[: len(row.sequences)] for scores, row in pairs]
             else:
-                counts = [len(row.ends or ()) for row in present]
+                counts = [len(row.ends or ()) for row in batch_rows]
                 values = [part.tolist() for part in outputs.split(counts)]
             by_row += zip(batch.indices, values, strict=True)
     gathered = dict(item for part in current_mesh().data.gather_objects(by_row) for item in part)
@@ -113,10 +114,10 @@ class Objective(ABC):
 
         def fit(examples: Sequence[Example]) -> list[RowFit]:
             rows = encode_rows(examples, self.labels, chat, max_length=UNLIMITED)
-            ends = [{tuple(x.tail(limit).input_ids) for x in row.sequences} for row in rows]
+            truncated = [{tuple(x.tail(limit).input_ids) for x in row.sequences} for row in rows]
             return [
-                RowFit(max(map(len, row.sequences)) > limit, int(len(differ) == len(row.sequences)))
-                for row, differ in zip(rows, ends, strict=True)
+                RowFit(max(map(len, row.sequences)) > limit, int(len(unique) == len(row.sequences)))
+                for row, unique in zip(rows, truncated, strict=True)
             ]
 
         name = "pairs" if self.labels.kind == "pairs" else "rows"

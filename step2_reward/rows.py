@@ -199,7 +199,7 @@ def collate_rows(all_rows: Sequence[Row], indices: Sequence[int], *, weight: flo
                 start += len(row.sequences[position])
     tokens = collate(sequences).to(local_device())
     is_steps = all_rows[0].ends is not None
-    targets = torch.tensor([x for row in rows for x in row.targets], dtype=torch.float32)
+    targets = torch.tensor([target for row in rows for target in row.targets], dtype=torch.float32)
     return Batch(
         tokens=tokens,
         sequence_indices=to_device(sequence_indices),

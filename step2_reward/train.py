@@ -75,12 +75,12 @@ def train(config: RewardConfig) -> Path:
         if training.checkpoints.done == 0:
             run.log_eval(0, before)
 
-        def enough() -> bool:
+        def out_of_patience() -> bool:
             return best.worse_in_a_row == config.patience
 
         best_evaluation: Evaluation | None = None
         with exporting_best(run, best, training.export, model=config.model):
-            for step in training.checkpoints.steps(should_stop=enough):
+            for step in training.checkpoints.steps(should_stop=out_of_patience):
                 take_step(reward, run, step=step)
                 if training.evaluates_after(step):
                     evaluation = reward.evaluate()
@@ -136,17 +136,17 @@ def take_step(reward: RewardTraining, run: Run, *, step: int) -> None:
     passes, config, objective = reward.training.passes, reward.training.config, reward.objective
     engine, source = passes.engine, reward.training.rows
     rows = objective.encode(source.next_examples(), source.chat, config)
-    rights: list[Tensor] = []
+    right_counts: list[Tensor] = []
 
     def compute_loss(batch: Batch) -> Tensor:
         outputs: Tensor = engine(batch.tokens, labels=True)
         loss, right = objective.loss(outputs[batch.positions], batch)
-        rights.extend([] if right is None else [right])
+        right_counts.extend([] if right is None else [right])
         return loss
 
     losses = passes.forward_backward(split_rows(rows, config), compute_loss, divisor=len(rows))
     result = engine.step()
-    loss_sum, num_right = run.mesh.data.sums([passes.total(losses), passes.total(rights)])
+    loss_sum, num_right = run.mesh.data.sums([passes.total(losses), passes.total(right_counts)])
     run.log(
         step,
         tokens=sum(row.num_tokens for row in rows),
@@ -186,17 +186,16 @@ def finish(
     after, held_out = best_evaluation if best_evaluation is not None else reward.evaluate()
     base_model(training.model).config.update(label_settings(reward))
     training.export()
-    measured = measure(held_out, labels, rows.data.eval, rows.chat, config)
+    measurement = measure(held_out, labels, rows.data.eval, rows.chat, config)
     if run.is_main:
-        write_measurement(measured, config.output_dir)
-    name = labels.kind
+        write_measurement(measurement, config.output_dir)
     run.finish(
         eval={
             **_compare_metrics(before, after),
-            ("pairs" if name == "pairs" else "rows"): len(training.held_out),
-            "labels": name,
+            ("pairs" if labels.kind == "pairs" else "rows"): len(training.held_out),
+            "labels": labels.kind,
             "best_step": best.exported_step,
-            **_get_reliability(measured[0]),
+            **_get_reliability(measurement[0]),
         }
     )
 

@@ -111,11 +111,11 @@ def train(config: PreferenceConfig) -> Path:
         setup = set_up(config, rows, store, run)
         evaluator, training = setup.evaluator, setup.training
 
-        def enough() -> bool:
+        def is_finished() -> bool:
             return setup.guards.stopped or evaluator.best.worse_in_a_row == config.patience
 
         with exporting_best(run, evaluator.best, setup.export, model=config.model):
-            for step in training.checkpoints.steps(should_stop=enough):
+            for step in training.checkpoints.steps(should_stop=is_finished):
                 take_step(setup, run, step=step)
                 metrics = evaluator.evaluate(step, run)
                 if metrics:

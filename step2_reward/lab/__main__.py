@@ -30,10 +30,10 @@ def main(argv: Sequence[str]) -> None:
     from step2_reward.lab.sentences import format_findings, write_measurement
 
     configure_logging(is_main=True)
-    measured = measure_model(config)
+    measurement = measure_model(config)
     directory = config.output_dir or Path(config.path) / "lab"
-    write_measurement(measured, directory)
-    lines = [f"{sentence}." for sentence in format_findings(measured[0])]
+    write_measurement(measurement, directory)
+    lines = [f"{sentence}." for sentence in format_findings(measurement[0])]
     sys.stdout.write("\n".join([*lines, f"metrics: {directory / LAB}"]) + "\n")
 
 

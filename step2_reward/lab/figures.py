@@ -28,8 +28,8 @@ def spearman(first_values: Float[Tensor, " N"], second_values: Float[Tensor, " N
     """Compute Spearman's rank correlation; 0 if either variable is constant."""
     first, second = (average_ranks(values) for values in (first_values, second_values))
     first, second = first - first.mean(), second - second.mean()
-    spread = math.sqrt((first.square().sum() * second.square().sum()).item())
-    return (first @ second).item() / spread if spread > 0 else 0.0
+    norm = math.sqrt((first.square().sum() * second.square().sum()).item())
+    return (first @ second).item() / norm if norm > 0 else 0.0
 
 
 def concordance(scores: Float[Tensor, " N"], targets: Float[Tensor, " N"]) -> float:
@@ -53,12 +53,12 @@ def area_under_curve(scores: Float[Tensor, " N"], positive: Bool[Tensor, " N"]) 
 
     Computed from ranks (Mann and Whitney 1947); ties count half. None without items of both kinds.
     """
-    count = int(positive.sum())
-    others = len(positive) - count
-    if not count or not others:
+    num_positive = int(positive.sum())
+    num_negative = len(positive) - num_positive
+    if not num_positive or not num_negative:
         return None
     ranks = average_ranks(scores)[positive].sum().item()
-    return (ranks - count * (count + 1) / 2) / (count * others)
+    return (ranks - num_positive * (num_positive + 1) / 2) / (num_positive * num_negative)
 
 
 def class_report(
@@ -72,27 +72,27 @@ def class_report(
             precision (0 without a prediction), recall, f1 and auc (None without rows of both
             kinds).
     """
-    count = len(names)
+    num_classes = len(names)
     predicted = logprobs.argmax(dim=1)
-    confusion = torch.bincount(classes * count + predicted, minlength=count * count)
-    matrix: list[list[int]] = confusion.view(count, count).tolist()
-    metrics: list[dict[str, Any]] = []
+    confusion = torch.bincount(classes * num_classes + predicted, minlength=num_classes**2)
+    matrix: list[list[int]] = confusion.view(num_classes, num_classes).tolist()
+    reports: list[dict[str, Any]] = []
     for index, name in enumerate(names):
         hits, rows = matrix[index][index], sum(matrix[index])
         precision = hits / max(1, sum(row[index] for row in matrix))
         recall = hits / max(1, rows)
         f1 = 2 * precision * recall / (precision + recall) if hits else 0.0
         auc = area_under_curve(logprobs[:, index].double(), classes == index)
-        metrics.append(
+        reports.append(
             {"name": name, "rows": rows, "precision": precision, "recall": recall, "f1": f1}
             | {"auc": auc}
         )
-    present = [report for report in metrics if report["rows"]]
+    present = [report for report in reports if report["rows"]]
     return {
         "macro_recall": sum(report["recall"] for report in present) / max(1, len(present)),
         "macro_f1": sum(report["f1"] for report in present) / max(1, len(present)),
         "confusion": matrix,
-        "classes": metrics,
+        "classes": reports,
     }
 
 
@@ -133,8 +133,8 @@ def calibrate(logits: Float[Tensor, "N C"], classes: Int[Tensor, " N"]) -> dict[
 def fit_temperature(logits: Float[Tensor, "N C"], classes: Int[Tensor, " N"]) -> float:
     """Find the temperature that minimizes the negative log-likelihood, which is convex in 1 / T."""
 
-    def nll(inverse: float) -> float:
-        return F.cross_entropy(logits * inverse, classes).item()
+    def nll(inverse_temperature: float) -> float:
+        return F.cross_entropy(logits * inverse_temperature, classes).item()
 
     return 1 / minimize(nll, 1 / MAX_TEMPERATURE, 1 / MIN_TEMPERATURE)
 
@@ -275,8 +275,8 @@ def first_errors(rows: Sequence[PredictedSteps]) -> dict[str, Any]:
     kept = sum(row.first_predicted_error is None for row in right)
     f1 = None
     if wrong and right:
-        shares = found / len(wrong), kept / len(right)
-        f1 = 2 * shares[0] * shares[1] / sum(shares) if sum(shares) else 0.0
+        rates = found / len(wrong), kept / len(right)
+        f1 = 2 * rates[0] * rates[1] / sum(rates) if sum(rates) else 0.0
     counts = {"with_error": len(wrong), "found": found, "without_error": len(right), "kept": kept}
     return {**counts, "f1": f1, "accuracy": (found + kept) / max(1, len(labeled))}
 
@@ -284,16 +284,16 @@ def first_errors(rows: Sequence[PredictedSteps]) -> dict[str, Any]:
 def summarize_steps(rows: Sequence[PredictedSteps]) -> dict[str, float]:
     """Compute accuracy and macro recall of steps, and accuracy and F1 of first errors."""
     pairs = [pair for row in rows for pair in zip(row.targets, row.logits, strict=True)]
-    by_kind = {
+    by_label = {
         is_right: [logit for target, logit in pairs if (target >= 0.5) == is_right]
         for is_right in (True, False)
     }
-    hits = {kind: sum((x > 0) == kind for x in logits) for kind, logits in by_kind.items()}
-    shares = [hits[kind] / len(logits) for kind, logits in by_kind.items() if logits]
+    hits = {label: sum((x > 0) == label for x in logits) for label, logits in by_label.items()}
+    recalls = [hits[label] / len(logits) for label, logits in by_label.items() if logits]
     errors = first_errors(rows)
     metrics = {
         "accuracy": sum(hits.values()) / max(1, len(pairs)),
-        "macro_recall": sum(shares) / max(1, len(shares)),
+        "macro_recall": sum(recalls) / max(1, len(recalls)),
         "first_error_accuracy": errors["accuracy"],
     }
     return metrics if errors["f1"] is None else {**metrics, "first_error_f1": errors["f1"]}

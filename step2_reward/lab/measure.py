@@ -71,7 +71,7 @@ def measure(
     chat: ChatFormat,
     config: RewardConfig,
     *,
-    probed: Scorer | None = None,
+    scorer: Scorer | None = None,
 ) -> Measurement:
     """Measure a model on rows with one kind of label.
 
@@ -81,7 +81,7 @@ def measure(
         examples: the rows.
         chat: the model's chat format.
         config: settings of step 2.
-        probed: the model, for scoring perturbed responses; None omits them.
+        scorer: the model, for scoring perturbed responses; None omits them.
     """
     encoded = held_out.rows
     metrics: Metrics = {"labels": labels.kind, "rows": len(examples)}
@@ -103,10 +103,10 @@ def measure(
     else:
         assert scores is not None
         metrics |= compute_pair_metrics(scores, lengths)
-    if scores is not None and probed is not None:
-        std = torch.tensor([x for row in scores for x in row]).std(correction=0).item()
+    if scores is not None and scorer is not None:
+        std = torch.tensor([score for row in scores for score in row]).std(correction=0).item()
         good = find_good_rows(labels, examples)[:MAX_PROBED]
-        metrics["probes"] = compute_probe_metrics(probed, labels, good, chat, config, std=std)
+        metrics["probes"] = compute_probe_metrics(scorer, labels, good, chat, config, std=std)
     lines = [
         describe_row(labels, held_out, index, example, lengths[index], scores)
         for index, example in enumerate(examples)
@@ -209,8 +209,8 @@ def compute_probe_metrics(
         change, the mean difference of the score in standard deviations `std`; lower, the fraction
             of responses that score lower; responses, the number of responses.
     """
-    probed = [change_response(x, chat, max_length=config.data.max_length) for x in examples]
-    rows = [Row((sequence,)) for changed in probed for sequence in changed]
+    versions = [change_response(x, chat, max_length=config.data.max_length) for x in examples]
+    rows = [Row((sequence,)) for row_versions in versions for sequence in row_versions]
     if not rows:
         return {}
     scores = score_outputs(compute_outputs(scorer, rows, config).first_outputs, labels)
@@ -347,7 +347,7 @@ def measure_model(config: LabConfig) -> Measurement:
     scorer = Scorer(model)
     encoded = make_objective(labels, settings).encode(rows, chat, settings)
     held_out = compute_outputs(scorer, encoded, settings)
-    return measure(held_out, labels, rows, chat, settings, probed=scorer)
+    return measure(held_out, labels, rows, chat, settings, scorer=scorer)
 
 
 def read_examples(config: LabConfig) -> list[Example]:
@@ -366,22 +366,22 @@ def read_examples(config: LabConfig) -> list[Example]:
     return [row for row in examples if row]
 
 
-def read_labels(settings: object, examples: Sequence[Example], config: RewardConfig) -> Labels:
+def read_labels(model_config: object, examples: Sequence[Example], config: RewardConfig) -> Labels:
     """Read the model's labels from its config.json, or else detect them from the rows."""
-    kind = getattr(settings, "label_kind", None)
+    kind = getattr(model_config, "label_kind", None)
     if kind not in LOSSES:
         kind = detect_kind(config, examples)
-        if getattr(settings, "num_labels", 1) > 1:
+        if getattr(model_config, "num_labels", 1) > 1:
             kind = "classes"
         elif kind == "classes":
             kind = "scalar"
     if kind == "classes":
-        names: Mapping[int, str] = getattr(settings, "id2label", None) or {}
-        classes = tuple(getattr(settings, "class_list", ())) or tuple(names.values())
-        values = tuple(getattr(settings, "class_values", ()))
+        names: Mapping[int, str] = getattr(model_config, "id2label", None) or {}
+        classes = tuple(getattr(model_config, "class_list", ())) or tuple(names.values())
+        values = tuple(getattr(model_config, "class_values", ()))
         return Labels(kind, "cross_entropy", classes, values)
     if kind == "scalar":
-        mean, std = (getattr(settings, name, None) for name in ("label_mean", "label_std"))
+        mean, std = (getattr(model_config, name, None) for name in ("label_mean", "label_std"))
         if mean is None or std is None:
             return Labels(kind, "bce")
         return Labels(kind, "mse", mean=mean, std=std)

@@ -22,8 +22,8 @@ def format_findings(metrics: Mapping[str, Any]) -> list[str]:
     return [*findings, *_describe_length(metrics), *_describe_probes(metrics)]
 
 
-def _format_count(number: int, name: str) -> str:
-    return f"{number} {name}{'s' if number != 1 else ''}"
+def _format_count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' if number != 1 else ''}"
 
 
 def _describe_accuracy(metrics: Mapping[str, Any]) -> list[str]:
@@ -126,12 +126,12 @@ def _describe_length(metrics: Mapping[str, Any]) -> list[str]:
 def _describe_probes(metrics: Mapping[str, Any]) -> list[str]:
     probes = metrics.get("probes") or {}
     lines: list[str] = []
-    names = {"no_end": "lose their end", "truncated": "are cut in half", "doubled": "are repeated"}
-    for name, change in names.items():
+    verbs = {"no_end": "lose their end", "truncated": "are cut in half", "doubled": "are repeated"}
+    for name, verb in verbs.items():
         if name in probes and probes[name]["lower"] < 0.5:
             lines.append(
                 f"Only {_percent(probes[name]['lower'])} of good responses score lower when they"
-                f" {change}; RL will exploit that"
+                f" {verb}; RL will exploit that"
             )
     return lines
 
@@ -143,10 +143,10 @@ def _percent(fraction: float) -> str:
 PREDICTIONS = "predictions.jsonl"
 
 
-def write_measurement(measured: Measurement, directory: Path) -> None:
+def write_measurement(measurement: Measurement, directory: Path) -> None:
     """Write lab.json and predictions.jsonl, each atomically."""
     directory.mkdir(parents=True, exist_ok=True)
-    metrics, rows = measured
+    metrics, rows = measurement
     text = json.dumps(
         {"sentences": format_findings(metrics), **metrics}, indent=2, ensure_ascii=False
     )
