@@ -47,7 +47,7 @@ def test_second_iteration_runs_at_most_60_files(
     assert len(files) <= 60, "\n".join(sorted(files))
 
 
-@pytest.mark.jobs
+@pytest.mark.grid
 def test_step_loads_at_most_220_files() -> None:
     program = "import sys, step3_ppo.train; print(*sys.modules.values(), sep='\\n')"
     command = [sys.executable, "-c", program]
