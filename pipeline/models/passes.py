@@ -373,11 +373,11 @@ def make_passes(
     """
     stages = mesh.stages
     shard_layers(model, mesh.tensor, sequence=parallel.sequence)
-    part, stage = make_stage_module(
+    module, stage = make_stage_module(
         model, stages, wrap_model, kernels=settings.kernels, wrap_stage=wrap_stage
     )
     engine = Engine(
-        part,
+        module,
         settings,
         total_steps=total_steps,
         name=name,
@@ -412,12 +412,12 @@ def make_frozen_passes(
             _move_to_device(model)
         return FrozenEngine(wrap_model(model), like, name=name), ForwardPasses()
     try:
-        part, stage = make_stage_module(model, stages, wrap_model, kernels=like.kernels)
+        module, stage = make_stage_module(model, stages, wrap_model, kernels=like.kernels)
     except (ConfigError, ModelError) as error:
         logger.info("each process has a full copy of the %s: %s", name, error)
-        part, stage = wrap_model(model), PipelineStage()
+        module, stage = wrap_model(model), PipelineStage()
     _move_to_device(model)
-    engine = FrozenEngine(part, like, name=name)
+    engine = FrozenEngine(module, like, name=name)
     if stage.count == 1:
         return engine, ForwardPasses()
     return engine, StagedForwardPasses(engine, stage, stages)

@@ -45,7 +45,7 @@ def add_lora(model: PreTrainedModel, config: LoraConfig, *, task: Task, seed: in
     all_linear = config.targets == ("all-linear",)
     module_names = {name.rpartition(".")[2] for name, _ in model.named_modules()}
     heads = [name for name in HEADS if name in module_names]
-    settings = PeftLoraConfig(
+    peft_config = PeftLoraConfig(
         r=config.rank,
         lora_alpha=config.alpha,  # peft accepts floats  # pyrefly: ignore[bad-argument-type]
         use_rslora=config.variant == "rslora",
@@ -59,16 +59,16 @@ def add_lora(model: PreTrainedModel, config: LoraConfig, *, task: Task, seed: in
     with torch.random.fork_rng(devices=[]), suppress_peft_warnings():
         torch.manual_seed(seed)
         try:
-            peft_model = get_peft_model(model, settings)
+            peft_model = get_peft_model(model, peft_config)
         except ValueError as error:
             raise ConfigError(f"lora.targets {list(config.targets)}: {error}") from error
     for name, param in peft_model.named_parameters():
         if ".lora_" in name:
             param.data = param.data.float()
-    adapter = peft_model.peft_config["default"]
-    assert isinstance(adapter, PeftLoraConfig)
+    adapter_config = peft_model.peft_config["default"]
+    assert isinstance(adapter_config, PeftLoraConfig)
     # peft stores a set, whose order in the exported file would differ between processes.
-    adapter.target_modules = sorted(adapter.target_modules or [])
+    adapter_config.target_modules = sorted(adapter_config.target_modules or [])
     return peft_model
 
 
@@ -78,5 +78,5 @@ def merge_adapter(weight: Float[Tensor, "*S"], adapter: LoraLayer) -> Float[Tens
     The sum is in fp32 for any dtype of `weight`, so that the caller rounds only once, into a copy;
     the base never changes.
     """
-    update: Tensor = adapter.get_delta_weight("default")  # pyrefly: ignore[missing-attribute]
-    return weight.float() + update.float()
+    delta: Tensor = adapter.get_delta_weight("default")  # pyrefly: ignore[missing-attribute]
+    return weight.float() + delta.float()

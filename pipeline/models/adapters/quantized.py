@@ -78,10 +78,10 @@ def quantize(weight: Float[Tensor, "*S"], scheme: Scheme) -> dict[str, Tensor]:
     Codes are rounded to nearest; ties go to the lower code in NF4 and to the even one in int8.
     """
     flat = weight.detach().reshape(-1)
-    blocks, per_code = -(-len(flat) // BLOCK), weights_per_code(scheme)
+    num_blocks, per_code = -(-len(flat) // BLOCK), weights_per_code(scheme)
     dtype = torch.uint8 if scheme == "nf4" else torch.int8
-    codes = torch.empty(blocks * BLOCK // per_code, dtype=dtype, device=flat.device)
-    scales = torch.empty(blocks, device=flat.device)
+    codes = torch.empty(num_blocks * BLOCK // per_code, dtype=dtype, device=flat.device)
+    scales = torch.empty(num_blocks, device=flat.device)
     for start in () if flat.is_meta else range(0, len(flat), CHUNK):
         chunk = flat[start : start + CHUNK].float()
         by_block = F.pad(chunk, (0, -len(chunk) % BLOCK)).view(-1, BLOCK)
@@ -118,8 +118,8 @@ def _nf4_codes(normalized: Float[Tensor, "blocks size"]) -> Shaped[Tensor, " n"]
     """Pack two codes per byte, the first in the high half."""
     levels = torch.tensor(NF4)
     codes = torch.zeros_like(normalized, dtype=torch.uint8)
-    for middle in ((levels[1:] + levels[:-1]) / 2).tolist():  # several times faster than bucketize
-        codes += normalized > middle
+    for edge in ((levels[1:] + levels[:-1]) / 2).tolist():  # several times faster than bucketize
+        codes += normalized > edge
     return (codes[:, ::2] * 16 + codes[:, 1::2]).view(-1)
 
 
@@ -131,8 +131,8 @@ def _int8_codes(normalized: Float[Tensor, "blocks size"]) -> Shaped[Tensor, " n"
 def _pairs(device: torch.device) -> Int64[Tensor, " 256"]:
     """Return the two fp32 values of each byte as one element, for a faster lookup."""
     levels = torch.tensor(NF4, device=device)
-    both = torch.stack([levels.repeat_interleave(16), levels.repeat(16)], dim=1)
-    return both.view(torch.int64).view(-1)
+    pairs = torch.stack([levels.repeat_interleave(16), levels.repeat(16)], dim=1)
+    return pairs.view(torch.int64).view(-1)
 
 
 class QuantizedLinear(nn.Module):
@@ -193,11 +193,11 @@ class QuantizedLinear(nn.Module):
                 f" {len(part.specs)} would split blocks of {name} ({shape}); use another"
                 " parallel.tp, or quantize none"
             )
-        for leaf, grain in ((CODES, weights_per_code(self.scheme)), (SCALES, BLOCK)):
-            block_part = part.in_blocks(grain)
+        for leaf, per_element in ((CODES, weights_per_code(self.scheme)), (SCALES, BLOCK)):
+            block_part = part.in_blocks(per_element)
             assert block_part is not None  # because blocks are not split
-            stored = torch.Size((part.full_shape.numel() // grain,))
-            replace_by_shard(self, leaf, replace(block_part, stored_shape=stored))
+            stored_shape = torch.Size((part.full_shape.numel() // per_element,))
+            replace_by_shard(self, leaf, replace(block_part, stored_shape=stored_shape))
         self.part, self.shape = part, part.spec.shape(part.full_shape)
 
     @torch.no_grad()
@@ -314,12 +314,12 @@ def rounded_weights(
     model: nn.Module, weights: Iterable[tuple[str, Tensor]]
 ) -> Iterator[tuple[str, Tensor]]:
     """Round the results of `dequantized_weights`, after merging, to the layers' data types."""
-    formats = {
+    dtypes = {
         f"{name.removesuffix('.base_layer')}.weight": layer.dtype
         for name, layer in quantized_layers(model).items()
     }
     for name, tensor in weights:
-        yield name, tensor.to(formats.get(name, tensor.dtype))
+        yield name, tensor.to(dtypes.get(name, tensor.dtype))
 
 
 def _quantizable_layers(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Linear | Conv1D]]:

@@ -154,7 +154,7 @@ def unpad(padded: Float[Tensor, "P ..."], index: Int[Tensor, " N"]) -> Float[Ten
 class _Unpad(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, padded: Tensor, index: Tensor) -> Tensor:  # noqa: ANN401
-        ctx.padded = len(padded)
+        ctx.num_padded = len(padded)
         ctx.save_for_backward(index)
         return padded.index_select(0, index)
 
@@ -162,7 +162,7 @@ class _Unpad(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # noqa: ANN401  # pyrefly: ignore[bad-override]
         (index,) = ctx.saved_tensors
-        padded = grad.new_zeros(ctx.padded, *grad.shape[1:])
+        padded = grad.new_zeros(ctx.num_padded, *grad.shape[1:])
         return padded.index_copy_(0, index, grad), None
 
 
@@ -255,7 +255,7 @@ class Padded:
     def split(self, padded: Shaped[Tensor, "P ..."]) -> list[Shaped[Tensor, "_B _T ..."]]:
         """Return the padded tokens of each group."""
         groups = padded.split([rows * length for rows, length in self.shapes])
-        return [group.unflatten(0, at) for group, at in zip(groups, self.shapes, strict=True)]
+        return [group.unflatten(0, shape) for group, shape in zip(groups, self.shapes, strict=True)]
 
 
 class Ragged:
@@ -282,7 +282,7 @@ class Ragged:
         starts = [0 if index is None else lengths[index] for index in self.continues]
         self.key_lengths = tuple(map(sum, zip(lengths, starts, strict=True)))
         positions = [
-            torch.arange(first, last) for first, last in zip(starts, self.key_lengths, strict=True)
+            torch.arange(start, end) for start, end in zip(starts, self.key_lengths, strict=True)
         ]
         self.positions = to_device(torch.cat(positions), device)
         self.device = device
@@ -404,14 +404,14 @@ def group_by_length(lengths: Sequence[int]) -> list[list[int]]:
     """Group the sequences, sorted by length, so that padding is limited (`MAX_PADDING`)."""
     by_length = sorted(range(len(lengths)), key=lambda row: (-lengths[row], row))
     groups: list[list[int]] = []
-    tokens = 0
+    num_tokens = 0
     for row in by_length:
-        tokens += lengths[row]
-        if groups and lengths[groups[-1][0]] * (len(groups[-1]) + 1) <= MAX_PADDING * tokens:
+        num_tokens += lengths[row]
+        if groups and lengths[groups[-1][0]] * (len(groups[-1]) + 1) <= MAX_PADDING * num_tokens:
             groups[-1].append(row)
         else:
             groups.append([row])
-            tokens = lengths[row]
+            num_tokens = lengths[row]
     return groups
 
 
@@ -424,22 +424,22 @@ def _pad_groups(
     groups: Sequence[Sequence[int]], lengths: Sequence[int], device: torch.device
 ) -> Padded:
     """Pad the sequences of each group to a common multiple of `KEY_BLOCK` tokens."""
-    sizes = torch.tensor(lengths)
-    first = sizes.cumsum(0) - sizes
+    lengths_tensor = torch.tensor(lengths)
+    starts = lengths_tensor.cumsum(0) - lengths_tensor
     shapes: list[tuple[int, int]] = []
     source: list[Tensor] = []
     is_real: list[Tensor] = []
     for rows in groups:
-        size = sizes[list(rows), None]  # (B, 1)
-        length = round_up(int(size.max()), KEY_BLOCK)
-        step = torch.arange(length)[None, :]  # (1, T)
-        tokens = first[list(rows), None] + torch.minimum(step, size - 1)
+        group_lengths = lengths_tensor[list(rows), None]  # (B, 1)
+        length = round_up(int(group_lengths.max()), KEY_BLOCK)
+        positions = torch.arange(length)[None, :]  # (1, T)
+        tokens = starts[list(rows), None] + torch.minimum(positions, group_lengths - 1)
         shapes.append((tokens.shape[0], tokens.shape[1]))
         source.append(tokens.flatten())
-        is_real.append((step < size).flatten())
-    rows = torch.cat(is_real).nonzero().squeeze(-1)
+        is_real.append((positions < group_lengths).flatten())
+    real = torch.cat(is_real).nonzero().squeeze(-1)
     source_index = torch.cat(source)
-    index = rows[source_index[rows].argsort()]
+    index = real[source_index[real].argsort()]
     return Padded(shapes, to_device(source_index, device), to_device(index, device))
 
 
@@ -464,7 +464,7 @@ def ragged_attention(
         MissingLayoutError: a placeholder mask was passed without its layout.
     """
     if ragged is None:
-        _require_mask(module, query, key, attention_mask)
+        _reject_placeholder_mask(module, query, key, attention_mask)
 
         def sdpa(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             return sdpa_attention_forward(
@@ -483,7 +483,7 @@ def ragged_attention(
     return attended, None
 
 
-def _require_mask(
+def _reject_placeholder_mask(
     module: nn.Module, query: Tensor, key: Tensor, attention_mask: Tensor | None
 ) -> None:
     """Reject a one-element mask for all pairs of tokens, which is not causal."""

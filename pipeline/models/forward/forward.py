@@ -306,8 +306,8 @@ def require_context(model: PreTrainedModel, batch: TokenBatch) -> None:
 def score_head(classifier: PreTrainedModel) -> nn.Linear:
     """Return the classifier's linear head, or peft's trained copy of it."""
     head = classifier.score
-    adapters = getattr(head, "modules_to_save", None)
-    return cast("nn.Linear", adapters["default"] if adapters is not None else head)
+    trained_copies = getattr(head, "modules_to_save", None)
+    return cast("nn.Linear", trained_copies["default"] if trained_copies is not None else head)
 
 
 def is_ragged(model: nn.Module) -> bool:

@@ -257,7 +257,7 @@ class Family:
     """Models of one class with equal small copies: one trial decides whether all can be packed."""
 
     model_class: type[PreTrainedModel]
-    text: str
+    settings_json: str
     settings: PreTrainedConfig = field(compare=False)
     """Settings of a small copy."""
 
@@ -327,10 +327,10 @@ def measure_leak(model: PreTrainedModel) -> float:
     """
     ids, prefix = _probe_tokens()[: max(LENGTHS)], _probe_tokens()[: min(LENGTHS)]
     other = torch.cat([ids[:-1], ids[-1:] ^ 1])
-    first, second, full, short = (
-        _outputs(model, {"input_ids": row[None]}) for row in (ids, other, prefix, prefix[:-1])
+    original, replaced, full, shortened = (
+        _run(model, {"input_ids": row[None]}) for row in (ids, other, prefix, prefix[:-1])
     )
-    return max(_max_abs(first[:-1] - second[:-1]), _max_abs(full[:-1] - short))
+    return max(_max_abs(original[:-1] - replaced[:-1]), _max_abs(full[:-1] - shortened))
 
 
 @torch.no_grad()
@@ -344,9 +344,9 @@ def packing_difference(model: PreTrainedModel) -> float:
     """
     ids = _probe_tokens()
     batch = TokenBatch(ids, LENGTHS, ids[:0])
-    separate = torch.cat([_outputs(model, {"input_ids": row[None]}) for row in ids.split(LENGTHS)])
+    separate = torch.cat([_run(model, {"input_ids": row[None]}) for row in ids.split(LENGTHS)])
     model.set_attn_implementation(RAGGED)
-    packed = _outputs(model, ragged_inputs(batch, Ragged(LENGTHS, ids.device, kernels="off")))
+    packed = _run(model, ragged_inputs(batch, Ragged(LENGTHS, ids.device, kernels="off")))
     return _max_abs(packed - separate)
 
 
@@ -359,7 +359,7 @@ def _max_abs(difference: Tensor) -> float:
     return math.inf if math.isnan(largest) else largest
 
 
-def _outputs(model: PreTrainedModel, inputs: dict[str, Any]) -> Float[Tensor, "N X"]:
+def _run(model: PreTrainedModel, inputs: dict[str, Any]) -> Float[Tensor, "N X"]:
     """Return log-probabilities over the vocabulary, or hidden states of a model without a head."""
     if model.get_output_embeddings() is not None:
         return model(**inputs).logits[0].float().log_softmax(dim=-1)

@@ -62,16 +62,16 @@ STEPS = "steps"
 
 def separator_ids(tokenizer: PreTrainedTokenizerBase, separator: str) -> list[int]:
     """Return the tokens that end with the separator, possibly followed by spaces."""
-    count = len(tokenizer)
-    texts = tokenizer.batch_decode([[token] for token in range(count)])
+    vocab_size = len(tokenizer)
+    texts = tokenizer.batch_decode([[token] for token in range(vocab_size)])
     ends = [token for token, text in enumerate(texts) if _ends_with_separator(text, separator)]
     special = set(tokenizer.all_special_ids)
     return [token for token in ends if token not in special]
 
 
 def _ends_with_separator(text: str, separator: str) -> bool:
-    _, found, rest = text.rpartition(separator)
-    return bool(found) and not rest.strip()
+    _, match, rest = text.rpartition(separator)
+    return bool(match) and not rest.strip()
 
 
 def step_ends(batch: TokenBatch, separators: Collection[int]) -> list[list[int]]:
@@ -79,14 +79,14 @@ def step_ends(batch: TokenBatch, separators: Collection[int]) -> list[list[int]]
 
     The response is the last run of tokens in the loss. A sequence without such tokens has one step.
     """
-    tokens, counted = batch.input_ids.tolist(), set(batch.targets.tolist())
+    tokens, targets = batch.input_ids.tolist(), set(batch.targets.tolist())
     ends_by_sequence: list[list[int]] = []
     start = 0
     for length in batch.lengths:
         stop = start + length
-        last = next((i for i in range(stop - 1, start - 1, -1) if i in counted), stop - 1)
+        last = next((i for i in range(stop - 1, start - 1, -1) if i in targets), stop - 1)
         first = last
-        while first > start and first - 1 in counted:
+        while first > start and first - 1 in targets:
             first -= 1
         ends: list[int] = []
         has_text = False

@@ -89,10 +89,10 @@ def require_same_chat(
     path, vocab, other_vocab = str(source.path), tokenizer.get_vocab(), other.get_vocab()
     if vocab != other_vocab:
         tokens = vocab.keys() | other_vocab
-        differing = sum(vocab.get(token) != other_vocab.get(token) for token in tokens)
+        num_differing = sum(vocab.get(token) != other_vocab.get(token) for token in tokens)
         raise ModelError(
-            f"{model} and {path} have different tokenizers ({differing} tokens differ); start both"
-            " from models of the same family"
+            f"{model} and {path} have different tokenizers ({num_differing} tokens differ); start"
+            " both from models of the same family"
         )
     if other.chat_template is not None and other.chat_template != tokenizer.chat_template:
         raise ModelError(
@@ -118,16 +118,16 @@ def check_ready(path: str, examples: Iterable[Example] = (), *, reward_model: bo
         check_model_directory(local)
         architectures = check_configuration(local).get("architectures") or ["unknown"]
         if reward_model and not is_sequence_classifier(architectures):
-            what = f"is not a reward model ({', '.join(architectures)}): it has no score head"
-            raise ModelError(f"{path} {what}; use step 2's output")
+            problem = f"is not a reward model ({', '.join(architectures)}): it has no score head"
+            raise ModelError(f"{path} {problem}; use step 2's output")
     chat = resolve_format(load_tokenizer(FrozenModelConfig(path=path)), "auto")
     limit = None if local is None or reward_model else _context_length(str(local))
     for example in examples:
-        count = len(chat.encode_prompt(example.prompt, origin=example.origin))
-        if limit is not None and count >= limit:
+        num_tokens = len(chat.encode_prompt(example.prompt, origin=example.origin))
+        if limit is not None and num_tokens >= limit:
             raise DataError(
-                f"{example.origin}: the prompt has {count} tokens, but the context of the model"
-                f" {path} is {limit}, including the response"
+                f"{example.origin}: the prompt has {num_tokens} tokens, but the context of the"
+                f" model {path} is {limit}, including the response"
             )
 
 

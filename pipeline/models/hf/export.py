@@ -314,7 +314,7 @@ def _write_directory(
             rest: dict[str, Tensor] = {}
         else:
             rest = {name: tensor.to("cpu", copy=True) for name, tensor in weights}
-        with _config_for(plain, tokenizer, tied=not unties_layers(plain, adapter)):
+        with _override_config(plain, tokenizer, tied=not unties_layers(plain, adapter)):
             plain.save_pretrained(staging, state_dict=rest)
         if plain.can_generate():  # transformers would not save settings that it ignores
             file = staging / GENERATION_CONFIG_NAME
@@ -332,7 +332,7 @@ def _write_directory(
 
 
 @contextmanager
-def _config_for(
+def _override_config(
     plain: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, tied: bool
 ) -> Iterator[None]:
     """Temporarily give the configuration the tokenizer's padding token and a row for it.
@@ -342,20 +342,20 @@ def _config_for(
     generation = getattr(plain, "generation_config", None)
     if generation is not None:
         plain.generation_config = GenerationConfig()
-    text = plain.config.get_text_config()
+    text_config = plain.config.get_text_config()
     changed = {"pad_token_id": tokenizer.pad_token_id}
     if is_sequence_classifier([type(plain).__name__]):
-        changed["vocab_size"] = max(text.vocab_size, tokenizer.pad_token_id + 1)
-    elif text.pad_token_id is not None:
+        changed["vocab_size"] = max(text_config.vocab_size, tokenizer.pad_token_id + 1)
+    elif text_config.pad_token_id is not None:
         changed = {}
     if not tied:
         changed["tie_word_embeddings"] = False
-    original = {name: getattr(text, name) for name in changed}
-    text.update(changed)
+    original = {name: getattr(text_config, name) for name in changed}
+    text_config.update(changed)
     try:
         yield
     finally:
-        text.update(original)
+        text_config.update(original)
         if generation is not None:
             plain.generation_config = generation
 

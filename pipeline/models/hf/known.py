@@ -42,7 +42,7 @@ def _gpt2(hidden: int, layers: int, heads: int, **changes: object) -> dict[str, 
 
 _LLAMA_2 = {"vocab_size": 32000, "max_position_embeddings": 4096}
 _QWEN = {"model_type": "qwen2", "vocab_size": 152064}
-_SMALL = {
+_QWEN_SMALL = {
     **_QWEN,
     "vocab_size": 151936,
     "tie_word_embeddings": True,
@@ -64,9 +64,9 @@ KNOWN_CONFIGS: Mapping[str, Mapping[str, Any]] = {
     "meta-llama/Llama-3.2-1B": _llama(2048, 8192, 16, 32, tie_word_embeddings=True),
     "meta-llama/Llama-3.1-8B": _llama(4096, 14336, 32, 32),
     "meta-llama/Llama-3.1-70B": _llama(8192, 28672, 80, 64),
-    "Qwen/Qwen2.5-0.5B": _llama(896, 4864, 24, 14, num_key_value_heads=2, **_SMALL),
-    "Qwen/Qwen2.5-1.5B": _llama(1536, 8960, 28, 12, num_key_value_heads=2, **_SMALL),
-    "Qwen/Qwen2.5-3B": _llama(2048, 11008, 36, 16, num_key_value_heads=2, **_SMALL),
+    "Qwen/Qwen2.5-0.5B": _llama(896, 4864, 24, 14, num_key_value_heads=2, **_QWEN_SMALL),
+    "Qwen/Qwen2.5-1.5B": _llama(1536, 8960, 28, 12, num_key_value_heads=2, **_QWEN_SMALL),
+    "Qwen/Qwen2.5-3B": _llama(2048, 11008, 36, 16, num_key_value_heads=2, **_QWEN_SMALL),
     "Qwen/Qwen2.5-7B": _llama(3584, 18944, 28, 28, num_key_value_heads=4, **_QWEN),
     "Qwen/Qwen2.5-14B": _llama(5120, 13824, 48, 40, num_key_value_heads=8, **_QWEN),
     "Qwen/Qwen2.5-32B": _llama(5120, 27648, 64, 40, num_key_value_heads=8, **_QWEN),

@@ -45,12 +45,12 @@ from pipeline.system.installation import TRAIN
 @contextmanager
 def suppress_transformers_warnings() -> Iterator[None]:
     """Suppress transformers' tables and warnings; important ones are logged in our own words."""
-    before = transformers_logging.get_verbosity()
+    verbosity = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()
     try:
         yield
     finally:
-        transformers_logging.set_verbosity(before)
+        transformers_logging.set_verbosity(verbosity)
 
 
 logger = logging.getLogger(__name__)
@@ -164,10 +164,10 @@ def load_classifier(
         )
     settings = _load_settings(path, config)
     is_classifier = is_sequence_classifier(settings.architectures)
-    stored_labels = int(settings.num_labels or 1) if is_classifier else 1
-    labels = stored_labels if num_labels is None else num_labels
-    is_redrawn = is_classifier and labels != stored_labels
-    settings.num_labels = labels
+    num_stored_labels = int(settings.num_labels or 1) if is_classifier else 1
+    num_outputs = num_stored_labels if num_labels is None else num_labels
+    is_redrawn = is_classifier and num_outputs != num_stored_labels
+    settings.num_labels = num_outputs
     if is_redrawn:
         settings.__dict__.pop("class_values", None)
     model, missing = _load_weights(AutoModelForSequenceClassification, config, settings, device)
@@ -337,11 +337,11 @@ def require_finite(model: nn.Module, path: str, processes: Group = SELF_GROUP) -
     broken = [name for names in processes.gather_objects(local) for name in names]
     if broken:
         others = f" and {len(broken) - 1} more weights contain" if len(broken) > 1 else " contains"
-        narrow = "; if its values are too large for fp16, set precision bf16 or fp32"
+        hint = "; if its values are too large for fp16, set precision bf16 or fp32"
         is_fp16 = next(model.parameters()).dtype == torch.float16
         raise ModelError(
             f"{path}: {broken[0]}{others} NaN or infinity; the model is damaged or its training"
-            f" diverged: use an earlier one, or download it again{narrow if is_fp16 else ''}"
+            f" diverged: use an earlier one, or download it again{hint if is_fp16 else ''}"
         )
 
 
@@ -380,10 +380,8 @@ def _require_weights(path: str, missing: Collection[str]) -> None:
 def _load(path: str, what: str, load: Callable[[], Any]) -> Any:  # noqa: ANN401
     """Call `load`, and report a failure to load the `what` of `path` in one sentence."""
     if local_directory(path) is None and cached_file(path, "config.json") is None:
-        sentence = (
-            f"no such model: {path} is neither a local model directory nor in the Hub's cache"
-        )
-        require_reachable(sentence, ModelError, alternative="a directory")
+        message = f"no such model: {path} is neither a local model directory nor in the Hub's cache"
+        require_reachable(message, ModelError, alternative="a directory")
     try:
         with suppress_transformers_warnings():
             return load()

@@ -66,7 +66,7 @@ def load_on_meta(config: FrozenModelConfig, *, task: Task, device: torch.device)
     trust_remote_code = config.trust_remote_code
     try:
         with suppress_transformers_warnings(), torch.device("meta"):
-            settings = _settings(path, trust_remote_code=trust_remote_code)
+            settings = _load_settings(path, trust_remote_code=trust_remote_code)
             disable_dropout(settings)
             settings.num_labels = 1
             dtype = weight_dtype(config.precision, device)
@@ -81,7 +81,7 @@ def load_on_meta(config: FrozenModelConfig, *, task: Task, device: torch.device)
     return quantize_model(model.requires_grad_(False), config)
 
 
-def _settings(path: str, *, trust_remote_code: bool) -> PreTrainedConfig:
+def _load_settings(path: str, *, trust_remote_code: bool) -> PreTrainedConfig:
     if path == EMBEDDED:
         return build_model(vocab_size=len(build_tokenizer()), seed=0).config
     if path in KNOWN_CONFIGS and not Path(path).exists():

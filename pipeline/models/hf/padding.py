@@ -67,14 +67,14 @@ def add_padding_row(
     state = model.state_dict(keep_vars=True)
     # Later pipeline stages have no embedding table.
     table = getattr(model.get_input_embeddings(), "weight", None)
-    tables = {
+    table_names = {
         name.replace(".base_layer.", ".").replace(".modules_to_save.default.", ".")
         for name, tensor in state.items()
         if tensor is table
     }
-    count = cast("int", tokenizer.pad_token_id) + 1
+    num_rows = cast("int", tokenizer.pad_token_id) + 1
     for name, tensor in weights:
-        num_missing = count - len(tensor) if name in tables else 0
+        num_missing = num_rows - len(tensor) if name in table_names else 0
         if num_missing > 0:
             yield name, torch.cat((tensor, tensor.new_zeros(num_missing, *tensor.shape[1:])))
         else:

@@ -128,14 +128,14 @@ class TensorShards:
         self.plan = get_plan(model, setting=setting)
         self.num_heads = int(settings.num_attention_heads)
         self.kv_heads = int(getattr(settings, "num_key_value_heads", None) or self.num_heads)
-        self.styles = dict(self._styles())
+        self.styles = dict(self._find_styles())
         self.shards_keys = any(
             name.endswith((*KV_MODULES, *PACKED_MODULES)) and not STYLES[style].gathers_output
             for name, style in self.styles.items()
         )
         self._check_heads()
 
-    def _styles(self) -> Iterator[tuple[str, str]]:
+    def _find_styles(self) -> Iterator[tuple[str, str]]:
         head, table = self.model.get_output_embeddings(), self.model.get_input_embeddings()
         for name, _ in self.model.named_parameters():
             style = match(self.plan.styles, name)
@@ -203,14 +203,14 @@ class TensorShards:
         transposed = is_transposed(unwrap_lora(self.model.get_submodule(owner)))
         if leaf == "weight":
             dim = int(style.is_colwise == transposed)
-            return ShardSpec(dim, tuple(self._shards(owner, name, shape[dim], rank)))
+            return ShardSpec(dim, tuple(self._iter_shards(owner, name, shape[dim], rank)))
         if style.is_colwise:
-            return ShardSpec(0, tuple(self._shards(owner, name, shape[0], rank)))
+            return ShardSpec(0, tuple(self._iter_shards(owner, name, shape[0], rank)))
         # Only rank 0 adds the bias.
         full = (Shard(0, shape[0], is_first_copy=False),)
         return ShardSpec(0, full, zero=True) if rank > 0 else None
 
-    def _shards(self, owner: str, style: str, total: int, rank: int) -> Iterator[Shard]:
+    def _iter_shards(self, owner: str, style: str, total: int, rank: int) -> Iterator[Shard]:
         size = self.size
         if owner.endswith(KV_MODULES) and not STYLES[style].gathers_output and self.kv_heads < size:
             width, copies = total // self.kv_heads, size // self.kv_heads
@@ -290,11 +290,11 @@ def get_plan(model: PreTrainedModel, *, setting: str) -> FamilyPlan:
         f"{setting}: there is no sharding plan for {model.config.model_type}; set it to 1",
     )
 
-    def with_prefix(keys: Mapping[str, Any]) -> dict[str, Any]:
+    def add_prefix(keys: Mapping[str, Any]) -> dict[str, Any]:
         return {f"{model.base_model_prefix}.{key}": value for key, value in keys.items()}
 
     head = {"lm_head": "colwise_gather_output", **(getattr(model, "_tp_plan", None) or {})}
-    return FamilyPlan({**head, **with_prefix(plan.styles)}, with_prefix(plan.counts))
+    return FamilyPlan({**head, **add_prefix(plan.styles)}, add_prefix(plan.counts))
 
 
 def match(table: Mapping[str, Any], name: str) -> Any:  # noqa: ANN401

@@ -227,30 +227,30 @@ def find_module_order(family: Family) -> ModuleOrder:
     path, blocks = get_block_list(model)
     before: set[str] = set()
     after: set[str] = set()
-    tuples: list[bool] = []
+    are_tuples: list[bool] = []
 
     def record(module_name: str) -> Callable[..., None]:
-        return lambda *_: (after if tuples else before).add(module_name)
+        return lambda *_: (after if are_tuples else before).add(module_name)
 
     for name, module in model.named_modules():
         if not name.startswith(f"{path}.") and any(True for _ in module.parameters(recurse=False)):
             module.register_forward_pre_hook(record(name))
     for block in blocks:
-        block.register_forward_hook(lambda _m, _a, out: tuples.append(isinstance(out, tuple)))
+        block.register_forward_hook(lambda _m, _a, out: are_tuples.append(isinstance(out, tuple)))
     with torch.no_grad():
         small_hidden_states(model)
     if before & after:
         raise ModelError(
             _explain(model.config, f"{min(before & after)} is used before and after the blocks")
         )
-    return ModuleOrder(frozenset(before), frozenset(after), as_tuple=any(tuples))
+    return ModuleOrder(frozenset(before), frozenset(after), as_tuple=any(are_tuples))
 
 
 def _build(
     plain: PreTrainedModel, order: ModuleOrder, *, number: int, blocks: Sequence[int]
 ) -> PipelineStage:
     list_name, all_blocks = get_block_list(plain)
-    first, last = sum(blocks[:number]), sum(blocks[: number + 1])
+    start, end = sum(blocks[:number]), sum(blocks[: number + 1])
     stages = len(blocks)
     is_first, is_last = number == 0, number == stages - 1
     embedding = plain.get_input_embeddings()
@@ -262,7 +262,7 @@ def _build(
     modules = _modules_outside_blocks(plain, order, list_name)  # before any block is removed
     stage_input = None if is_first else StageInput(all_blocks[0], as_tuple=order.as_tuple)
     for index, block in enumerate(all_blocks):
-        if not first <= index < last:
+        if not start <= index < end:
             all_blocks[index] = PassThrough(block, as_tuple=order.as_tuple)
     if stage_input is not None:
         all_blocks[0] = stage_input
@@ -332,11 +332,11 @@ def require_equal_outputs(family: Family, blocks: tuple[int, ...]) -> None:
     expected = small_hidden_states(family.copy(packed=True))
     hidden: Tensor | None = None
     for number in range(len(blocks)):
-        part = family.copy(packed=True)
-        stage = _build(part, find_module_order(family), number=number, blocks=blocks)
+        stage_model = family.copy(packed=True)
+        stage = _build(stage_model, find_module_order(family), number=number, blocks=blocks)
         if stage.stage_input is not None:
             stage.stage_input.received = hidden
-        hidden = small_hidden_states(part)
+        hidden = small_hidden_states(stage_model)
     if hidden is None or not torch.equal(hidden, expected):
         raise ModelError(_explain(family.settings, "their blocks read more than hidden states"))
 

@@ -79,7 +79,7 @@ class SequenceParallel:
         self.prefix = f"{self._list}."
         """Prefix of the names of modules in the blocks."""
         self._gathering: set[str] = set()
-        self._tokens = 0
+        self._num_tokens = 0
         """Number of tokens in the current block's row."""
         for block in blocks:
             block.register_forward_pre_hook(self._before_block, with_kwargs=True)
@@ -103,30 +103,30 @@ class SequenceParallel:
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         hidden, layout = _get_hidden(args, kwargs), kwargs.get("ragged")
         if block is self._local_blocks()[0]:
-            self._tokens = hidden.shape[-2]
+            self._num_tokens = hidden.shape[-2]
             return _replace_hidden(args, kwargs, split_tokens(hidden, self._group))
         is_row = isinstance(layout, Ragged)
-        self._tokens = sum(layout.lengths) if is_row else hidden.shape[-2] * self._group.size
+        self._num_tokens = sum(layout.lengths) if is_row else hidden.shape[-2] * self._group.size
         return None
 
     def _after_block(self, block: nn.Module, _args: object, output: Any) -> Any:  # noqa: ANN401
         hidden = output[0] if isinstance(output, tuple) else output
         is_recomputed = block.training and getattr(block, "gradient_checkpointing", False)
         if is_recomputed and hidden.requires_grad:
-            hidden.register_hook(partial(self._before_recomputation, self._tokens))
+            hidden.register_hook(partial(self._before_recomputation, self._num_tokens))
         if block is not self._local_blocks()[-1]:
             return output
-        full = join_tokens(hidden, self._tokens, self._group)
+        full = join_tokens(hidden, self._num_tokens, self._group)
         return (full, *output[1:]) if isinstance(output, tuple) else full
 
-    def _before_recomputation(self, tokens: int, _gradient: Tensor) -> None:
+    def _before_recomputation(self, num_tokens: int, _gradient: Tensor) -> None:
         """Prepare for the recomputation of a block, which runs without its hooks."""
-        self._tokens = tokens
+        self._num_tokens = num_tokens
 
     def _gather(
         self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        full = gather_tokens(_get_hidden(args, kwargs), self._tokens, self._group)
+        full = gather_tokens(_get_hidden(args, kwargs), self._num_tokens, self._group)
         return _replace_hidden(args, kwargs, full)
 
     def _local_blocks(self) -> list[nn.Module]:
@@ -283,7 +283,7 @@ def shard_model(
 ) -> None:
     """Shard a model like `shard_layers`, without checking its family; also shard `tables`."""
     shards = _list_shards(plain, group)
-    _mark_partial(plain, _partial_parameters(plain, shards, sequence=sequence))
+    _mark_partial(plain, _find_partial_parameters(plain, shards, sequence=sequence))
     _shard_modules(plain, shards, sequence=sequence)
     _shard_tables(tables, group)
 
@@ -299,7 +299,7 @@ def shard_for_plan(model: nn.Module, size: int, *, sequence: bool) -> None:
     shard_model(plain, group, sharded_tables(plain, size), sequence=shards_tokens)
 
 
-def _partial_parameters(
+def _find_partial_parameters(
     plain: PreTrainedModel, shards: TensorShards, *, sequence: bool
 ) -> set[str]:
     """Return the names of replicated weights of which each process computes a partial gradient.
@@ -321,9 +321,9 @@ def _list_shards(plain: PreTrainedModel, group: Group) -> TensorShards:
 
 def _shard_modules(plain: PreTrainedModel, shards: TensorShards, *, sequence: bool) -> None:
     group, shared_inputs = shards.tp_group, dict[str, _SharedInput]()
-    tokens = SequenceParallel(plain, group) if sequence else None
-    for name, kind in shards.styles.items():
-        module, style = plain.get_submodule(name), STYLES[kind]
+    runner = SequenceParallel(plain, group) if sequence else None
+    for name, style_name in shards.styles.items():
+        module, style = plain.get_submodule(name), STYLES[style_name]
         bias = _shard_layer(shards, name, module)
         if style.splits_input:
             module.register_forward_pre_hook(
@@ -331,14 +331,14 @@ def _shard_modules(plain: PreTrainedModel, shards: TensorShards, *, sequence: bo
             )
         if style.gathers_output:
             module.register_forward_hook(lambda *inputs: join_over_group(inputs[-1], group))  # pyrefly: ignore[bad-argument-type]
-        block_tokens = tokens if tokens is not None and name.startswith(tokens.prefix) else None
-        if style.is_colwise and block_tokens is not None:
-            block_tokens.gather_input(name)
+        block_runner = runner if runner is not None and name.startswith(runner.prefix) else None
+        if style.is_colwise and block_runner is not None:
+            block_runner.gather_input(name)
         elif style.is_colwise:
             owner = name.rpartition(".")[0]
             shared_inputs.setdefault(owner, _SharedInput(group)).add_layer(module)
         else:
-            fn = sum_over_group if block_tokens is None else reduce_scatter_tokens
+            fn = sum_over_group if block_runner is None else reduce_scatter_tokens
             module.register_forward_hook(_sum_hook(partial(fn, group=group), bias))
     shards.set_local_sizes()
 
@@ -378,10 +378,10 @@ def _shard_layer(shards: TensorShards, name: str, module: nn.Module) -> nn.Modul
     """
     layer = cast("LinearLayer", unwrap_lora(module))
     is_colwise = STYLES[shards.styles[name]].is_colwise
-    specs = _shard(layer, "weight", shards, name)
+    specs = _shard_parameter(layer, "weight", shards, name)
     has_bias = layer.bias is not None
     if has_bias and is_colwise:
-        _shard(layer, "bias", shards, name)
+        _shard_parameter(layer, "bias", shards, name)
     elif has_bias:
         object.__setattr__(layer, "forward", functools.partial(_matmul, layer))
     if isinstance(module, LoraLayer):
@@ -403,7 +403,9 @@ def _shard_adapter(
     mark_partial(cast("Tensor", replicated.weight))
 
 
-def _shard(layer: LinearLayer, leaf: str, shards: TensorShards, name: str) -> tuple[ShardSpec, ...]:
+def _shard_parameter(
+    layer: LinearLayer, leaf: str, shards: TensorShards, name: str
+) -> tuple[ShardSpec, ...]:
     is_weight = leaf == "weight"
     shape = weight_shape(layer) if is_weight else layer.get_parameter(leaf).shape
     candidates = [shards.spec(name, leaf, shape, rank=rank) for rank in range(shards.size)]

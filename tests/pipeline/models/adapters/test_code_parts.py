@@ -9,7 +9,7 @@ from pipeline.models.adapters.quantized import BLOCK, QuantizedLinear, Scheme, w
 from pipeline.parallel.shards import Shard, ShardSpec
 from pipeline.system.errors import ConfigError
 
-FORMS: list[Scheme] = ["nf4", "int8"]
+SCHEMES: list[Scheme] = ["nf4", "int8"]
 
 Bounds = tuple[tuple[tuple[int, int], ...], ...]
 """Start and end of each process's shards."""
@@ -47,7 +47,7 @@ def make_shards(shape: tuple[int, int], dim: int, bounds: Bounds) -> list[ParamS
     return [ParamShard(torch.Size(shape), specs, rank) for rank in range(len(specs))]
 
 
-@pytest.mark.parametrize("scheme", FORMS)
+@pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("sharding", SHARDINGS)
 def test_sharded_layer_matches_shard_of_the_full_weight_bitwise(
     sharding: str, scheme: Scheme

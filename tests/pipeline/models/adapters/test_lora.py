@@ -42,7 +42,7 @@ def train(wrapper: nn.Module, config: TrainedModelConfig, *, steps: int = 3) -> 
     return wrapper.model.eval()
 
 
-def plain_weights(model: nn.Module) -> dict[str, Tensor]:
+def frozen_weights(model: nn.Module) -> dict[str, Tensor]:
     return {
         name: param.detach().clone()
         for name, param in model.named_parameters()
@@ -55,7 +55,7 @@ def plain_weights(model: nn.Module) -> dict[str, Tensor]:
 def test_export_is_merged_and_its_adapter_loads_on_the_base(family: str, tmp_path: Path) -> None:
     config = settings(save_base(family, tmp_path / "base"))
     model = prepare_causal_lm(config, build_tokenizer(), device=CPU, seed=0)
-    frozen = plain_weights(model)
+    frozen = frozen_weights(model)
     with torch.enable_grad():
         train(Policy(model), config)
 
@@ -75,7 +75,7 @@ def test_export_is_merged_and_its_adapter_loads_on_the_base(family: str, tmp_pat
     torch.testing.assert_close(base_logits, original(input_ids=IDS).logits, rtol=1e-5, atol=1e-5)
     # Exporting merges into copies: the base has the same bits as before.
     assert frozen
-    assert all(torch.equal(frozen[name], after) for name, after in plain_weights(model).items())
+    assert all(torch.equal(frozen[name], after) for name, after in frozen_weights(model).items())
     assert set(merged.state_dict()) == set(original.state_dict())
 
 

@@ -49,8 +49,8 @@ def test_outputs_and_gradients_match_dequantized_weights_bitwise(
     plain.weight.copy_(layer.weight)
     grad = torch.randn(2, 3, 24, dtype=dtype)
 
-    got, expected = [], []
-    for module, out in ((layer, got), (plain, expected)):
+    actual, expected = [], []
+    for module, out in ((layer, actual), (plain, expected)):
         x = torch.linspace(-1, 1, 240, dtype=dtype).view(2, 3, 40).requires_grad_()
         saved: list[Tensor] = []
         with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):  # noqa: B023
@@ -61,7 +61,7 @@ def test_outputs_and_gradients_match_dequantized_weights_bitwise(
         assert module is plain or not saved, "a weight was saved for the backward pass"
 
     assert (layer.in_features, layer.out_features) == (40, 24)
-    assert all(map(torch.equal, got, expected))
+    assert all(map(torch.equal, actual, expected))
 
 
 @pytest.mark.parametrize("quantization", QUANTIZATIONS)

@@ -112,11 +112,11 @@ def test_batch_matches_separate_sequences(family: str, tmp_path: Path) -> None:
     changed[2], changed[-1] = other_rows[2], Encoded(last, batch_rows[-1].trained)
     changed_logprobs = Policy(model)(collate(changed)).logprobs
     third = sum(length - 1 for length in LENGTHS[:2])
-    kept = torch.ones(len(logprobs), dtype=torch.bool)
-    kept[third : third + LENGTHS[2] - 1] = False
-    kept[-1] = False
-    torch.testing.assert_close(changed_logprobs[kept], logprobs[kept], **TOLERANCE)
-    assert (changed_logprobs[~kept] - logprobs[~kept]).abs().max() > 0.01
+    unaffected = torch.ones(len(logprobs), dtype=torch.bool)
+    unaffected[third : third + LENGTHS[2] - 1] = False
+    unaffected[-1] = False
+    torch.testing.assert_close(changed_logprobs[unaffected], logprobs[unaffected], **TOLERANCE)
+    assert (changed_logprobs[~unaffected] - logprobs[~unaffected]).abs().max() > 0.01
 
 
 @pytest.mark.grid

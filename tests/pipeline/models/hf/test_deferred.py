@@ -115,8 +115,8 @@ def test_models_mapped_from_files_equal_those_loaded_in_full(tmp_path: Path) -> 
         (settings(reward), "classifier", larger_tokenizer()),
     ]
 
-    for different in run_ranks(compare, cases):
-        assert not different
+    for differences in run_ranks(compare, cases):
+        assert not differences
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

@@ -32,7 +32,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def batch(vocab_size: int) -> TokenBatch:
+def make_batch(vocab_size: int) -> TokenBatch:
     """An odd number of tokens from the whole vocabulary."""
     rows = random_rows((9, 14, 6))
     scaled = [[token * (vocab_size // VOCAB) for token in row.input_ids] for row in rows]
@@ -76,8 +76,8 @@ def compute_results(
         model_parallel=mesh.model_parallel,
         tensor=mesh.tensor,
     )
-    rows = batch(model.config.vocab_size)
-    outputs = engine(rows, temperature=0.7, entropy=True)
+    batch = make_batch(model.config.vocab_size)
+    outputs = engine(batch, temperature=0.7, entropy=True)
     loss = -outputs.logprobs.sum() - 0.1 * outputs.entropy.sum()
     engine.backward(loss)
     params = dict(engine.model.named_parameters())
@@ -89,7 +89,7 @@ def compute_results(
     roles: dict[str, set[str]] = {}
     for name, param in params.items():
         roles.setdefault(get_role(param), set()).add(name.split(".")[-2])
-    logits = Policy(trained).eval().logits(rows).sum().item()
+    logits = Policy(trained).eval().logits(batch).sum().item()
     norm = engine.step().grad_norm
     scalars = {"norm": norm, "loss": loss.item(), "logits": logits}
     return {"gradients": gradients, "roles": roles, **scalars}

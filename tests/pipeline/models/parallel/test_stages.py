@@ -32,7 +32,7 @@ def make_model(family: str, blocks: int = 3) -> nn.Module:
     return model.eval()
 
 
-def batch() -> TokenBatch:
+def make_batch() -> TokenBatch:
     ids = torch.randint(0, VOCAB, (16,), generator=torch.Generator().manual_seed(1))
     return TokenBatch(ids, (9, 7), torch.arange(1, 16))
 
@@ -45,16 +45,16 @@ def test_pipeline_of_one_stage_scores_all_labels(labels: int) -> None:
     passes = StagedPasses(engine, PipelineStage(), SELF_GROUP)
 
     with torch.no_grad():
-        scores = StagedScorer(passes, model)(batch(), labels=True)
+        scores = StagedScorer(passes, model)(make_batch(), labels=True)
         assert scores.shape == (16, labels)
-        assert torch.equal(scores, engine.model(batch(), labels=True))
+        assert torch.equal(scores, engine.model(make_batch(), labels=True))
 
 
 @pytest.mark.parametrize("family", [*RAGGED_FAMILIES, PROJECTIONS])
 def test_stages_of_packed_families_match_the_full_model(family: str) -> None:
     model = make_model(family)
     with torch.no_grad():
-        expected = Policy(model, kernels="off")(batch()).logprobs
+        expected = Policy(model, kernels="off")(make_batch()).logprobs
     names = {name for name, _ in model.named_parameters()}
 
     stage_names: list[str] = []
@@ -68,9 +68,9 @@ def test_stages_of_packed_families_match_the_full_model(family: str) -> None:
             stage.stage_input.received = hidden
         with torch.no_grad():
             if stage.is_last:
-                logprobs = Policy(stage_model, kernels="off")(batch()).logprobs
+                logprobs = Policy(stage_model, kernels="off")(make_batch()).logprobs
             else:
-                hidden = StageModule(stage_model, kernels="off")(batch())
+                hidden = StageModule(stage_model, kernels="off")(make_batch())
 
     assert torch.equal(logprobs, expected)
     assert sorted(stage_names) == sorted(names)  # each parameter once, under its original name
