@@ -142,7 +142,7 @@ def _hold_out(
         documents = [document for document, draw in file_draws.items() if draw <= threshold]
         eval_rows += islice(rows.fill_with(documents), count)
         num_held_out += len(documents)
-    if num_held_out == sum(rows.file.documents for rows in files):
+    if num_held_out == sum(rows.file.num_documents for rows in files):
         names = " ".join(str(rows.file.path) for rows in files)
         raise DataError(f"{names}: all documents would be held out for evaluation; add documents")
     return eval_rows[:max_rows], HeldOut(seed=data.seed, threshold=threshold)
@@ -151,9 +151,10 @@ def _hold_out(
 def _find_smallest_draws(rows: Windows, count: int, data: TextDataConfig) -> dict[int, float]:
     """Return draws of held-out documents that fill `count` rows, and the smallest draw examined."""
     file, missing_tokens, held_out = rows.file, count * rows.capacity, HeldOut(seed=data.seed)
-    num_searched = min(file.documents, MAX_SEARCHED)
+    num_searched = min(file.num_documents, MAX_SEARCHED)
     draws: dict[int, float] = {}
-    for document in Random(f"{data.seed} evaluation").sample(range(file.documents), num_searched):
+    rng = Random(f"{data.seed} evaluation")
+    for document in rng.sample(range(file.num_documents), num_searched):
         draw = held_out.draw(document_hash(file, document))
         if draw <= data.eval_fraction or draw <= min(draws.values(), default=1.0):
             draws[document] = draw

@@ -114,8 +114,10 @@ def show(options: argparse.Namespace) -> None:
 
 
 def _show_document(file: TokenFile, document: int, name: str | None) -> None:
-    if not 0 <= document < file.documents:
-        raise ConfigError(f"--document must be from 0 to {file.documents - 1:,}, got {document}")
+    if not 0 <= document < file.num_documents:
+        raise ConfigError(
+            f"--document must be from 0 to {file.num_documents - 1:,}, got {document}"
+        )
     name = name or (file.origin.tokenizer if file.origin else None)
     if name is None:
         raise ConfigError(f"{file.path} does not record its tokenizer; pass --tokenizer")
@@ -175,9 +177,9 @@ def shuffle(options: argparse.Namespace) -> None:
     if len(options.files) > 1:
         raise ConfigError(f"shuffle takes one file, got {len(options.files)}; merge them first")
     file = TokenFile(options.files[0])
-    order = np.random.default_rng(options.seed).permutation(file.documents)
+    order = np.random.default_rng(options.seed).permutation(file.num_documents)
     with TokenWriter(options.out, _widest_dtype([file])) as writer:
-        for first in range(0, file.documents, CHUNK):
+        for first in range(0, file.num_documents, CHUNK):
             documents = [file.tokens(int(number)) for number in order[first : first + CHUNK]]
             writer.append(np.concatenate(documents), np.array([len(ids) for ids in documents]))
             file.release()

@@ -109,31 +109,31 @@ class TokenFile:
             raise
         except (OSError, ValueError, TypeError) as error:
             raise DataError(f"token file {self.path} can't be read: {error}") from error
-        self.documents = len(self.starts) - 1
+        self.num_documents = len(self.starts) - 1
 
     def __str__(self) -> str:
-        return f"{self.path}: {self.documents:,} documents, {len(self.ids):,} tokens"
+        return f"{self.path}: {self.num_documents:,} documents, {len(self.ids):,} tokens"
 
     def _open_megatron(self) -> None:
         index, data = part_path(self.path, "idx"), part_path(self.path, "bin")
         content = index.read_bytes()
         if len(content) < _HEADER.size or not content.startswith(MAGIC):
             raise DataError(f"{index} is not a Megatron index; pack the texts again")
-        _, version, code, sequences, documents = _HEADER.unpack_from(content)
+        _, version, code, num_sequences, num_documents = _HEADER.unpack_from(content)
         if version != 1 or code not in DTYPES:
             raise DataError(f"{index} has an unknown version ({version}) or token type ({code})")
         self.dtype = np.dtype(DTYPES[code])
         size = data.stat().st_size
-        if len(content) < _HEADER.size + 12 * sequences + 8 * documents:
+        if len(content) < _HEADER.size + 12 * num_sequences + 8 * num_documents:
             raise DataError(f"{index} was not copied completely; copy it again")
-        lengths = np.frombuffer(content, "<i4", sequences, _HEADER.size)
-        offsets = np.frombuffer(content, "<i8", sequences, _HEADER.size + 4 * sequences)
-        firsts = np.frombuffer(content, "<i8", documents, _HEADER.size + 12 * sequences)
+        lengths = np.frombuffer(content, "<i4", num_sequences, _HEADER.size)
+        offsets = np.frombuffer(content, "<i8", num_sequences, _HEADER.size + 4 * num_sequences)
+        firsts = np.frombuffer(content, "<i8", num_documents, _HEADER.size + 12 * num_sequences)
         bounds = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
         expected = bounds[:-1] * self.dtype.itemsize
         is_dense = (lengths >= 0).all() and np.array_equal(offsets, expected)
         is_sorted = len(firsts) and (np.diff(firsts) >= 0).all() and firsts[0] == 0
-        if not is_dense or not is_sorted or firsts[-1] != sequences:
+        if not is_dense or not is_sorted or firsts[-1] != num_sequences:
             raise DataError(f"{index} has documents that are not consecutive; copy it again")
         if bounds[-1] * self.dtype.itemsize != size:
             raise DataError(f"{index} does not match {data}; copy both again")
@@ -151,8 +151,10 @@ class TokenFile:
         Raises:
             IndexError: there is no such document.
         """
-        if not 0 <= document < self.documents:
-            raise IndexError(f"{self.path} has no document {document}: it has {self.documents:,}")
+        if not 0 <= document < self.num_documents:
+            raise IndexError(
+                f"{self.path} has no document {document}: it has {self.num_documents:,}"
+            )
         return int(self.starts[document]), int(self.starts[document + 1])
 
     def tokens(self, document: int) -> NDArray[Any]:
@@ -173,7 +175,7 @@ class TokenFile:
 
     def chunks(self) -> Iterator[tuple[NDArray[Any], NDArray[np.int64]]]:
         """Yield the tokens and lengths of consecutive documents, in file order."""
-        for first in range(0, self.documents, CHUNK):
+        for first in range(0, self.num_documents, CHUNK):
             starts = self.starts[first : first + CHUNK + 1]
             yield self.slice(int(starts[0]), int(starts[-1])), np.diff(starts)
             self.release()

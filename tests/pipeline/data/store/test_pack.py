@@ -32,7 +32,7 @@ def run_pack(source: Path | list[Path], out: Path, **settings: object) -> TokenF
 
 def read_texts(file: TokenFile) -> list[str]:
     tokenizer = Tokenizer.from_str(VOCABULARY.definition)
-    documents = [file.tokens(n).tolist() for n in range(file.documents)]
+    documents = [file.tokens(n).tolist() for n in range(file.num_documents)]
     assert all(document.index(EOS) == len(document) - 1 for document in documents)
     return [tokenizer.decode(document[:-1], skip_special_tokens=False) for document in documents]
 

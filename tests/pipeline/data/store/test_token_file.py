@@ -19,7 +19,7 @@ DOCUMENTS = [[1, 2, EOS], [EOS], [250, 7, 7, 7, EOS]]
 
 def read(path: Path) -> list[list[int]]:
     file = TokenFile(path)
-    return [file.tokens(number).tolist() for number in range(file.documents)]
+    return [file.tokens(number).tolist() for number in range(file.num_documents)]
 
 
 def write_megatron(path: Path, documents: list[list[list[int]]], code: int) -> None:

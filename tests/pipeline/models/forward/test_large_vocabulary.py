@@ -41,10 +41,10 @@ def compute(policy: Policy, batch: TokenBatch, **settings: Any) -> list[Tensor]:
     return [outputs.logprobs.detach(), entropy.detach(), *gradients]
 
 
-def assert_near(got: list[Tensor], expected: list[Tensor]) -> None:
+def assert_near(results: list[Tensor], expected: list[Tensor]) -> None:
     # Some gradients are zero except for rounding, such as those of OPT's key biases.
     largest = max(gradient.abs().max().item() for gradient in expected[2:])
-    for actual, exact in zip(got, expected, strict=True):
+    for actual, exact in zip(results, expected, strict=True):
         torch.testing.assert_close(actual, exact, rtol=1e-4, atol=1e-5 * largest)
 
 
