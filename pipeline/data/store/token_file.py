@@ -203,6 +203,7 @@ class TokenWriter:
         self.prefix, self.dtype = prefix, dtype
         self._lengths: list[NDArray[Any]] = []
         self._digest = hashlib.sha256()
+        prefix.parent.mkdir(parents=True, exist_ok=True)
         self._file = self._temporary_path("bin").open("wb")
 
     def __enter__(self) -> "TokenWriter":

@@ -91,11 +91,11 @@ def test_shuffle_and_merge_keep_every_document(tmp_path: Path) -> None:
     write_tokens(tmp_path / "a", documents[:200])
     write_tokens(tmp_path / "b", documents[200:])
 
-    main(["merge", f"{tmp_path}/a", f"{tmp_path}/b.bin", "--out", f"{tmp_path}/c"])
+    main(["merge", f"{tmp_path}/a", f"{tmp_path}/b.bin", "--out", f"{tmp_path}/new/c"])
     for seed in (1, 2):
-        main(["shuffle", f"{tmp_path}/c", "--seed", f"{seed}", "--out", f"{tmp_path}/{seed}"])
+        main(["shuffle", f"{tmp_path}/new/c", "--seed", f"{seed}", "--out", f"{tmp_path}/{seed}"])
 
-    assert read(tmp_path / "c") == documents
+    assert read(tmp_path / "new" / "c") == documents
     first, second = read(tmp_path / "1"), read(tmp_path / "2")
     assert sorted(first) == sorted(second) == sorted(documents)
     assert first not in (second, documents)
