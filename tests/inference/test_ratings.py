@@ -22,6 +22,7 @@ from inference.ratings import (
 from pipeline.config import RowColumns
 from pipeline.data.examples import Message
 from pipeline.data.rows.reading import read_paths
+from pipeline.system.errors import DataError
 
 ROOT = Path(__file__).parent.parent.parent
 QUESTION = {"role": "user", "content": "Q"}
@@ -56,6 +57,9 @@ def test_undone_rating_stays_in_the_file_but_does_not_count(tmp_path: Path) -> N
     assert [line["id"] for line in active_ratings(lines)] == [second]
     with pytest.raises(KeyError):
         RatingsFile(path).undo("no such id", "anna")
+    RatingsFile(path).undo(second, "anna")
+    with pytest.raises(DataError, match="is usable: rows that later ones revoked"):
+        read_paths([str(path)], {}, RowColumns(), step=2, notes=[])
 
 
 def test_acknowledged_ratings_survive_a_kill_at_any_instant(tmp_path: Path) -> None:

@@ -101,7 +101,7 @@ def _convert(
     if not train:
         raise DataError(
             f"data path {source.name}: none of its {format_rows(len(source.train))} is usable:"
-            f" rows {' and rows '.join(skipped)}"
+            f" rows {' and rows '.join(skipped) or 'that later ones revoked'}"
         )
     return train, held_out, notes
 
