@@ -150,9 +150,8 @@ def test_directory_of_split_files_is_read_like_a_hub_set(tmp_path: Path) -> None
     prefs = read_source(str(tmp_path / "set"), step=2)
     train_b = read_source(f"{tmp_path / 'plain'}@train_b")
 
-    assert [row.columns["text"] for row in (*prefs.train, *prefs.eval)] == [
-        *("train_prefs", "test_prefs")
-    ]
+    prefs_texts = [row.columns["text"] for row in (*prefs.train, *prefs.eval)]
+    assert prefs_texts == ["train_prefs", "test_prefs"]
     assert prefs.splits == "train_prefs, and test_prefs for evaluation"
     assert "several training splits" in get_error_message(tmp_path / "set")
     plain = read_source(str(tmp_path / "plain"))

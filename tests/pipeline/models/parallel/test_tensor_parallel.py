@@ -57,12 +57,8 @@ def test_first_parameter_with_a_different_gradient_is_reported() -> None:
     for param in (*full.parameters(), *sharded.parameters()):
         param.grad = torch.full_like(param, 2.0)
     full[0].bias.grad.zero_()
-    changes = {
-        "0.bias": 1e-6,
-        "1.bias": 1e-3,
-        "1.weight": 1e-2,
-        "0.weight": -4.0,
-    }  # the first two are rounding errors
+    # The first two are rounding errors.
+    changes = {"0.bias": 1e-6, "1.bias": 1e-3, "1.weight": 1e-2, "0.weight": -4.0}
     reports: list[str | None] = []
     for name, change in changes.items():
         sharded.get_parameter(name).grad.copy_(full.get_parameter(name).grad + change)
