@@ -230,7 +230,7 @@ def compare(args: argparse.Namespace, precision: str, adam: str, systems: list[s
 
 
 def main(argv: Sequence[str]) -> None:
-    """Parse the options, run and print the tables."""
+    """Parse the options, run the benchmark, and print the tables."""
     assert __doc__ is not None
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter

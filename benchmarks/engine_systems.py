@@ -60,7 +60,7 @@ def compute_loss(model: Callable[..., Any], ids: Tensor) -> Tensor:
 
 
 def make_step(system: str, model: nn.Module, precision: Precision, adam: str) -> Step:
-    """Return a function that trains `model` by one step in the named system."""
+    """Return a function that runs one training step of `model` with the named system."""
     name, _, variant = system.partition("-")
     if name == "ours":
         model = model.to(torch.bfloat16) if precision == "bf16" else model

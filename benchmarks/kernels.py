@@ -115,7 +115,7 @@ def show_ratios(slow: Sequence[float], fast: Sequence[float]) -> str:
 
 
 def main(argv: Sequence[str]) -> None:
-    """Measure and print the tables."""
+    """Run the benchmarks and print the tables."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -101,7 +101,10 @@ def parse_messages(row: Mapping[str, Any], *, origin: str) -> tuple[Message, ...
     except SkipRow as reason:
         raise DataError(f"{origin}: a dialogue {reason} can't be continued") from None
     if not messages or messages[-1].role == "system" or messages[-1].calls:
-        raise DataError(f"{origin}: the last message must be from the user or begin a response")
+        raise DataError(
+            f"{origin}: the last message must be from the user or a tool, or be the beginning of"
+            " the response"
+        )
     if all(message.role != "user" for message in messages):
         raise DataError(f"{origin}: there is no user message")
     return messages

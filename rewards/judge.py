@@ -86,7 +86,7 @@ def parse_score(text: str, scale: tuple[float, float]) -> float:
 
 
 def shorten(reply: object) -> str:
-    """Return the beginning of a reply as one line, for messages."""
+    """Return the beginning of a reply as one line, for error messages."""
     return " ".join(str(reply).split())[:80]
 
 

@@ -89,7 +89,7 @@ class Source:
 
     @property
     def note(self) -> str | None:
-        """A note for the log: the form of a function."""
+        """A note for the log on how the reward function is called; None for other sources."""
         if self.function is None:
             return None
         form = FORMS[self.function.form]

@@ -50,7 +50,7 @@ class Logits:
         self.vocab_size = hidden.shape[1] if matrix is None else len(matrix)
 
     def log_softmax(self, part: slice, end: int | None, temperature: float) -> Float[Tensor, "C V"]:
-        """Return log-probabilities of some targets over the first `end` token ids, or over all."""
+        """Return the log-probabilities of the first `end` token ids, or of all, at some targets."""
         hidden, matrix, bias = self.tensors
         logits = hidden[part] if matrix is None else F.linear(hidden[part], matrix, bias)
         return (logits[:, :end].float() / temperature).log_softmax(dim=1)

@@ -451,9 +451,9 @@ def check_rollout_gap(gap: float, models: Models, *, max_gap: float = 0.0) -> No
     if not (gap <= mean_limit and max_gap <= token_limit):
         raise OffPolicyError(
             f"log-probabilities of generation and training differ by {gap:.2g} nats per token on"
-            f" average and by at most {max_gap:.2g}, above the limits of {mean_limit} and"
-            f" {token_limit}: the responses are not from the policy in training. Please report the"
-            " model; if ppo.inference_tp_size is above 1, set it to 1"
+            f" average and by up to {max_gap:.2g}, above the limits of {mean_limit} and"
+            f" {token_limit}: the responses are not from the policy being trained. Please report"
+            " this problem and the model's name; if ppo.inference_tp_size is above 1, set it to 1"
         )
 
 

@@ -286,7 +286,7 @@ def load_models(
     Raises:
         ModelError: a model is missing, or actor, critic and reward model have different
             vocabularies.
-        ConfigError: the processes can't be divided by `config.inference_tp_size`.
+        ConfigError: the number of processes is not divisible by `config.inference_tp_size`.
     """
     device, tokenizer = local_device(), chat.tokenizer
     mesh = current_mesh()

@@ -154,7 +154,7 @@ def load_prompts(chat: ChatFormat, config: PPOConfig) -> Prompts:
     if config.prompts_per_rollout < processes:
         group_note = f" in groups of {config.group_size}" if config.group_size > 1 else ""
         raise ConfigError(
-            f"ppo.rollout_size {config.rollout_size}{group_note} leaves some of {processes}"
+            f"ppo.rollout_size {config.rollout_size}{group_note} leaves some of the {processes}"
             " processes without a prompt; raise it"
         )
     data = load_step_rows(config, step=3)

@@ -223,7 +223,8 @@ def pretrain_critic(
 def local_minibatches(config: PPOConfig, *, step: int, epoch: int) -> Iterator[list[int]]:
     """Yield this process's rows of each minibatch in an epoch over a rollout.
 
-    Groups are assigned round-robin: slot s is in group s // G // W of process s // G % W.
+    Groups are assigned round-robin: with groups of G rows and W data-parallel processes, slot s is
+    in the local group s // G // W of process s // G % W.
     """
     seed = config.seed * 1_000_003 + step * config.ppo_epochs + epoch
     order = torch.randperm(config.rollout_size, generator=torch.Generator().manual_seed(seed))

@@ -122,7 +122,7 @@ def objective(
 def paired_loss(
     chosen: Float[Tensor, " B"], rejected: Float[Tensor, " B"], config: PreferenceConfig
 ) -> Float[Tensor, ""]:
-    """Compute the loss over pairs that `config.loss` selects."""
+    """Compute the loss selected by `config.loss` over pairs."""
     if config.loss == "orpo":
         return orpo_loss(chosen, rejected, beta=config.beta)
     h = chosen - rejected

@@ -351,7 +351,7 @@ def can_replay(model: nn.Module, device: torch.device) -> bool:
 
 @cache
 def _log_once(reason: str) -> None:
-    logger.info("decoding runs the model's modules in each pass: %s", reason)
+    logger.info("decoding in eager mode, without replay: %s", reason)
 
 
 def power_of_two(count: int) -> int:

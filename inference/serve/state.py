@@ -69,7 +69,7 @@ class Broker:
         """Yield the pieces of a job until its responses end; an empty list signals a keep-alive.
 
         Raises:
-            ApiError: the job waits too long for a slot, takes too long, or a response failed.
+            ApiError: the job waits too long for a slot or takes too long, or a response fails.
         """
         num_unfinished = job.num_rows
         began = time.monotonic()

@@ -1,4 +1,4 @@
-"""A machine for planning: processes, devices, host memory, and speed."""
+"""The machine that a plan is made for: processes, devices, host memory, and speed."""
 
 import re
 import shutil

@@ -71,7 +71,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class CountedModel:
-    """A model of a step."""
+    """A model that a step uses, with its parameters counted."""
 
     use: ModelUse
     path: str

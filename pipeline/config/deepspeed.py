@@ -177,7 +177,7 @@ def ignored_keys_notice(path: Path) -> str | None:
     """Return a notice about keys of a file that have no effect; None if there are none.
 
     Raises:
-        ConfigError: the file can't be read, or has a key that is not available.
+        ConfigError: the file can't be read, or has a key that is not supported.
     """
     keys = parse_file(path).ignored
     return f"these keys of {path} have no effect here: {', '.join(keys)}" if keys else None
@@ -257,11 +257,11 @@ def _convert_optimizer(file: DeepSpeedFile) -> dict[str, Any]:
         return settings
     is_adamw = str(name).lower() in ("adam", "adamw") and params.get("adam_w_mode") is not False
     if not is_adamw:
-        raise file.error("optimizer.type", f"is {name}, which is not available; use AdamW")
+        raise file.error("optimizer.type", f"is {name}, which is not supported; use AdamW")
     for param, value in params.items():
         required = FIXED_PARAMS.get(param, AUTO)
         if required not in (None, value) and (param in FIXED_PARAMS or not _is_off(value)):
-            raise file.error(f"optimizer.params.{param}", "is not available here; remove it")
+            raise file.error(f"optimizer.params.{param}", "is not supported; remove it")
     return settings
 
 
@@ -273,7 +273,7 @@ def _convert_schedule(file: DeepSpeedFile) -> dict[str, Any]:
     names = {schedule.lower(): schedule for schedule in DEEPSPEED_SCHEDULES}
     if str(name).lower() not in names:
         hint = suggestion(name, names)
-        raise file.error("scheduler.type", f"is {name}, which is not available; {hint}")
+        raise file.error("scheduler.type", f"is {name}, which is not supported; {hint}")
     name = names[str(name).lower()]
     params = file.params("scheduler.params")
     params = {key: value for key, value in params.items() if key not in IGNORED_PARAMS}
@@ -290,7 +290,7 @@ def _convert_schedule(file: DeepSpeedFile) -> dict[str, Any]:
         settings["optim.lr"] = params.pop("warmup_max_lr")
     if params:
         name = next(iter(params))
-        raise file.error(f"scheduler.params.{name}", "is not available here; remove it")
+        raise file.error(f"scheduler.params.{name}", "is not supported; remove it")
     return settings
 
 
@@ -303,7 +303,7 @@ def parse_file(path: Path) -> DeepSpeedFile:
     """Read a DeepSpeed file and classify its keys.
 
     Raises:
-        ConfigError: the file doesn't exist or is not JSON, or a key is duplicated or unavailable.
+        ConfigError: the file doesn't exist or is not JSON, or a key is duplicated or unsupported.
     """
     try:
         text = path.expanduser().read_text(encoding="utf-8-sig")
@@ -353,7 +353,7 @@ def _classify_keys(section: Mapping[str, Any], file: DeepSpeedFile, prefix: str 
                 raise file.error(name, f"must be an object, {{...}}, got {value!r}")
             _classify_keys(value, file, f"{name}.")
         elif not _is_off(value) and value != NEUTRAL.get(name):
-            raise file.error(name, f"is not available here; {_suggest_key(name)}")
+            raise file.error(name, f"is not supported; {_suggest_key(name)}")
 
 
 def _is_off(value: object) -> bool:

@@ -208,7 +208,7 @@ class Engine:
         self.zero.backward(outputs, gradients, reaches_root=not blocks_only)
 
     def gathered(self) -> AbstractContextManager[None]:
-        """Return a context in which every process has all weights, to read or to generate."""
+        """Return a context manager that gives every process all weights, to read or to use."""
         return self.zero.gathered()
 
     @torch.no_grad()

@@ -178,7 +178,7 @@ def compile_source(source: str, name: str, options: list[str]) -> tuple[bytes, s
 
 
 def architecture(capability: int) -> str:
-    """Return a GPU's target: its machine code, or PTX if the GPU is newer than the compiler.
+    """Return the target to compile for: `sm_*`, or PTX (`compute_*`) for GPUs newer than NVRTC.
 
     Raises:
         KernelError: the GPU is too old for the compiler.

@@ -250,7 +250,7 @@ def _differing_settings(steps: Sequence[StepResult], prefixes: Sequence[str]) ->
 
 
 def _limitation(method: Method, same_origin: bool) -> str:  # noqa: FBT001
-    """Return why a method is not compared at equal KL, or only in part; empty if it is."""
+    """Return why a method is not, or only partly, compared at equal KL; empty if it fully is."""
     if not same_origin:
         return "started from a different model and is not compared"
     if not method.evaluations:

@@ -385,7 +385,7 @@ class Watchdog:
         return None
 
     def _check_progress(self) -> Failure | None:
-        """Find the failure if this process is stalled: a late, hanging or lost process."""
+        """If this process is stalled, find the cause: a late, hanging or lost process."""
         now = time.monotonic()
         stalled_seconds = now - self._position_since
         if sum(self._position) == 0:

@@ -340,7 +340,7 @@ def measure_model(config: LabConfig) -> Measurement:
     if not rows:
         raise DataError(
             f"data_path {config.data_path}: none of its {len(examples)} rows has"
-            f" {REQUIRED[labels.kind]}, which a model trained on {labels.kind} needs"
+            f" {REQUIRED[labels.kind]}, which a model trained on labels of kind {labels.kind} needs"
         )
     if labels.kind == "classes":
         require_listed(rows, labels.classes, "the model's classes")

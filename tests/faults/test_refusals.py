@@ -74,5 +74,5 @@ def test_resume_without_a_usable_checkpoint_is_rejected(inputs: Path, tmp_path: 
     message = run_rejected(config)
 
     assert message.startswith(
-        f"error: none of the {len(manifests)} checkpoints in {root} can be used: "
+        f"error: no checkpoint in {root} can be used ({len(manifests)} tried): "
     )

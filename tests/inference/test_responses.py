@@ -198,7 +198,7 @@ def test_response_ends_where_transformers_generate_ends(
         (
             '{"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls":'
             ' [{"name": "a"}]}]}',
-            "line 2: the last message must be from the user or begin a response",
+            "line 2: the last message must be from the user or a tool",
         ),
     ],
 )

@@ -92,7 +92,7 @@ def test_plan_rejects_invalid_step0_settings(texts: Path, tmp_path: Path) -> Non
     out = tmp_path / "out"
     step0 = ("--step", "0", "--data-path", str(texts))
     for options, message in (
-        (["--step", "0"], "pretrain.data.path has no corpus; pass token files"),
+        (["--step", "0"], "pretrain.data.path is empty; pass a token file"),
         (["--step", "0", "--data-path", str(tmp_path)], "is a directory; list its files"),
         (["--step", "0", "--data-path", "c.tokens"], "pretrain.data.path c.tokens: no such"),
         (["--step", "0", "--data-path", f"{texts}.jsonl"], "is not a token file"),

@@ -93,8 +93,8 @@ def _read_separate_prompt(row: Row) -> Turns:
     if "instruction" in row.columns:
         return _read_instruction(row)
     raise DataError(
-        f"{row.origin}: without a prompt, chosen and rejected must be full dialogues, turns or"
-        ' "\\n\\nHuman: ...\\n\\nAssistant: ..." text; the columns are'
+        f"{row.origin}: without a prompt, chosen and rejected must be full dialogues, either as"
+        ' turns or as "\\n\\nHuman: ...\\n\\nAssistant: ..." text; the columns are'
         f" {join_names(row.columns)}: select the prompt with --fields"
     )
 

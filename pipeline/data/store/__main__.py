@@ -46,7 +46,8 @@ def main(argv: Sequence[str]) -> None:
             "--out",
             type=Path,
             required=True,
-            help="file to write: OUT.bin, OUT.idx, OUT.json and OUT.sha256; it must not exist",
+            help="prefix of the files to write: OUT.bin, OUT.idx, OUT.json and OUT.sha256;"
+            " they must not exist",
         )
     pack_command.add_argument("--tokenizer", required=True, help="model id or local directory")
     pack_command.add_argument("--workers", type=int, default=1, help="number of worker processes")

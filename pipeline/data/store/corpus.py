@@ -36,7 +36,7 @@ def find_paths(data: TextDataConfig) -> list[CorpusPath]:
         DataError: a path doesn't exist, or is a directory or a file of another kind.
     """
     if not data.path:
-        raise DataError(f"data.path has no corpus; pass token files; {_HOW_TO_PACK}")
+        raise DataError(f"data.path is empty; pass a token file, or {_HOW_TO_PACK}")
     return [_find(spec) for spec in data.path]
 
 

@@ -65,7 +65,8 @@ def read_vocabulary(tokenizer: "PreTrainedTokenizerBase", name: str) -> Vocabula
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None or not hasattr(backend, "to_str"):
         raise DataError(
-            f"the tokenizer {name} is not a fast tokenizer (tokenizer.json), which pack needs"
+            f"the tokenizer {name} is not a fast tokenizer, which token files require; use one that"
+            " has a tokenizer.json"
         )
     eos = tokenizer.eos_token_id
     if not isinstance(eos, int):
@@ -225,7 +226,7 @@ class TokenWriter:
         self._file.write(content)
         self._digest.update(content)
         if len(lengths) and lengths.max() >= 2**31:
-            raise DataError(f"{self.prefix} would have a document of more than 2^31 tokens")
+            raise DataError(f"{self.prefix} would have a document of 2^31 tokens or more")
         self._lengths.append(lengths.astype("<i4"))
 
     def finish(self, origin: Origin | None) -> TokenFile:

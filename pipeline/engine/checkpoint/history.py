@@ -69,7 +69,7 @@ def find_newest_valid(
         logger.warning("%s; trying the previous checkpoint", problems[0])
     if skipped:
         raise CheckpointError(
-            f"none of the {len(skipped)} checkpoints in {root} can be used: {skipped[0]}; restore"
+            f"no checkpoint in {root} can be used ({len(skipped)} tried): {skipped[0]}; restore"
             " one, or pass --overwrite to start over"
         )
     return None

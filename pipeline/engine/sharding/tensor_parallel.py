@@ -55,7 +55,7 @@ class ParamShard:
 
     @property
     def inner(self) -> int:
-        """Number of elements in the full parameter per index of the sharded dimension."""
+        """Stride of the sharded dimension in the full parameter, in elements."""
         return self.full_shape[self.spec.dim + 1 :].numel()
 
     def in_blocks(self, block: int) -> "ParamShard | None":

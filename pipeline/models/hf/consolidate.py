@@ -48,7 +48,7 @@ def describe_model(module: nn.Module) -> dict[str, Any] | None:
 
 
 def consolidate(checkpoint: Checkpoint, name: str, directory: Path) -> None:
-    """Write the model that engine `name` of the checkpoint trained as a Hugging Face directory.
+    """Write the model trained by the checkpoint's engine `name` as a Hugging Face directory.
 
     The result equals the run's export at that step. The full model must fit in memory.
 

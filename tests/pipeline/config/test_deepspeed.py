@@ -182,7 +182,7 @@ def test_schedules_use_deepspeed_defaults(
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ({"zero_optimization": {"stge": 2}}, "zero_optimization.stge in FILE is not available"),
+        ({"zero_optimization": {"stge": 2}}, "zero_optimization.stge in FILE is not supported"),
         ({"stage": 2}, "did you mean zero_optimization.stage"),
         ({"fp16": "yes"}, "fp16 in FILE must be an object"),
         ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "both true; keep one"),
@@ -195,22 +195,22 @@ def test_schedules_use_deepspeed_defaults(
         ({"scheduler": {"type": "OneCycle"}}, "scheduler.type in FILE is OneCycle, which is not"),
         (
             {"scheduler": {"type": "WarmupLR", "params": {"power": 2}}},
-            "scheduler.params.power in FILE is not available here",
+            "scheduler.params.power in FILE is not supported",
         ),
         # Values are checked like our settings.
         ({"zero_optimization": {"stage": 4}}, "model.zero_stage in FILE must be one of 0, 1, 2, 3"),
         (
             {"optimizer": {"type": "Lamb"}},
-            "optimizer.type in FILE is Lamb, which is not available; use AdamW",
+            "optimizer.type in FILE is Lamb, which is not supported; use AdamW",
         ),
         ({"optimizer": {"type": "Adam", "params": {"adam_w_mode": False}}}, "use AdamW"),
         (
             {"optimizer": {"type": "AdamW", "params": {"amsgrad": True}}},
-            "optimizer.params.amsgrad in FILE is not available here",
+            "optimizer.params.amsgrad in FILE is not supported",
         ),
         (
             {"optimizer": {"type": "AdamW", "params": {"bias_correction": False}}},
-            "optimizer.params.bias_correction in FILE is not available here",
+            "optimizer.params.bias_correction in FILE is not supported",
         ),
         (
             {"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}},
@@ -248,7 +248,7 @@ def test_unavailable_feature_raises_unless_disabled(
         assert isinstance(value, dict)
         return value
 
-    with pytest.raises(ConfigError, match=rf"^{re.escape(key)} in .*ds.json is not available"):
+    with pytest.raises(ConfigError, match=rf"^{re.escape(key)} in .*ds.json is not supported"):
         ignored_keys_notice(write_json(tmp_path, content(value)))
     for disabled in (None, False, {"enabled": False}):
         assert ignored_keys_notice(write_json(tmp_path, content(disabled))) is None
