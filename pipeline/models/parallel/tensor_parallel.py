@@ -211,13 +211,14 @@ def _find_different_gradient(full: nn.Module, sharded: nn.Module, group: Group) 
     noise = NOISE * torch.stack(norms).norm()
     names: list[str] = []
     for (name, param), other in zip(sharded.named_parameters(), full.parameters(), strict=True):
-        if param.grad is None or other.grad is None:
-            continue
-        local, shard = param.grad.flatten(), get_shard(param)
-        span = (param, 0, slice(0, local.numel()))
-        gradient = reduce_gradient(local, get_role(param), group, [span]).view(param.shape)
-        expected = other.grad if shard is None else shard.spec.extract(other.grad)
-        if not _is_close(gradient, expected, noise):
+        # Without a gradient zeros, as in the engine: all processes run the same collectives.
+        local, full_gradient = (
+            torch.zeros_like(p) if p.grad is None else p.grad for p in (param, other)
+        )
+        shard, span = get_shard(param), (param, 0, slice(0, param.numel()))
+        gradient = reduce_gradient(local.flatten(), get_role(param), group, [span])
+        expected = full_gradient if shard is None else shard.spec.extract(full_gradient)
+        if not _is_close(gradient.view(param.shape), expected, noise):
             names.append(name)
     return f"the gradient of {names[0]} differs" if names else None
 

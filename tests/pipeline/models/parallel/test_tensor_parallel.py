@@ -63,6 +63,8 @@ def test_first_parameter_with_a_different_gradient_is_reported() -> None:
     for name, change in changes.items():
         sharded.get_parameter(name).grad.copy_(full.get_parameter(name).grad + change)
         reports.append(_find_different_gradient(full, sharded, SELF_GROUP))
+    sharded[0].weight.grad = full[1].weight.grad = None
+    reports.append(_find_different_gradient(full, sharded, SELF_GROUP))
 
-    differ = [f"the gradient of {name} differs" for name in ("1.weight", "0.weight")]
+    differ = [f"the gradient of {name} differs" for name in ("1.weight", "0.weight", "0.weight")]
     assert reports == [None, None, *differ]
