@@ -56,11 +56,12 @@ def test_concurrent_builds_each_get_a_complete_library(cache: Path, source: Path
     assert len(list(cache.iterdir())) == 1
 
 
+@pytest.mark.parametrize("mode", [0o770, 0o707])
 def test_cache_that_others_can_write_is_not_used(
-    cache: Path, source: Path, caplog: pytest.LogCaptureFixture
+    mode: int, cache: Path, source: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     cache.mkdir()
-    cache.chmod(0o777)
+    cache.chmod(mode)
 
     assert answer(source) == answer(source) == 42
     assert not list(cache.iterdir())
