@@ -36,7 +36,7 @@ Kind = Literal["weights", "masters", "moments", "gradients"]
 KINDS: tuple[Kind, ...] = ("weights", "masters", "moments", "gradients")
 
 
-class RolloutOffload:
+class StateOffload:
     """Moves storages to host memory and back, to free device memory in between.
 
     Only the bytes of a storage are moved, so every view of it stays valid.
@@ -146,7 +146,7 @@ class Engine:
     ) -> None:
         self.model = model
         self.optim: OptimConfig = config.optim
-        _, self.rate = config.peak_lr
+        _, self.peak_lr = config.peak_lr
         self.total_steps = total_steps
         self.lr_scale = 1.0
         """Factor applied to the scheduled learning rates, set by the training loop."""
@@ -176,7 +176,7 @@ class Engine:
         self._flat_adamw = FlatAdamW()
         on_host = placement.optimizer_device != device
         self._host_adamw = HostAdamW(device) if on_host else None
-        self.rollout_offload = RolloutOffload(self.zero, self.groups)
+        self.state_offload = StateOffload(self.zero, self.groups)
         # Include frozen weights: gradients of fp32 adapters flow through the fp16 base.
         is_fp16 = any(param.dtype == torch.float16 for param in model.parameters())
         self.scaler = LossScaler(enabled=is_fp16, config=config.fp16)
@@ -235,7 +235,7 @@ class Engine:
         self.pool.free_unused()
         self.comm.end_step()
         self._raise_if_diverged(finite=finite, unit=bad_unit)
-        return StepResult(grad_norm=grad_norm, lr=self.rate * factor, skipped=not finite)
+        return StepResult(grad_norm=grad_norm, lr=self.peak_lr * factor, skipped=not finite)
 
     def discard(self) -> None:
         """Discard the accumulated gradients."""
@@ -248,11 +248,11 @@ class Engine:
         Tensors already in host memory stay there.
         """
         self.zero.flush()
-        self.rollout_offload.offload(kinds)
+        self.state_offload.offload(kinds)
 
     def reload_states(self) -> None:
         """Move everything back to the device."""
-        self.rollout_offload.reload()
+        self.state_offload.reload()
 
     def masters(self) -> Iterator[Tensor]:
         """Iterate over this process's shard of the master weights, one vector per group.
@@ -331,8 +331,8 @@ class Engine:
                 step=int(group.state["step"].item()),
                 multiplier=multiplier,
             )
-            launches = self._flat_adamw if group.steps_in_place else self._host_adamw or FlatAdamW()
-            launches.step(shards, step, kernels=self._kernels)
+            adamw = self._flat_adamw if group.steps_in_place else self._host_adamw or FlatAdamW()
+            adamw.step(shards, step, kernels=self._kernels)
         for work in [group.finish_step() for group in prepared]:
             work.wait()
 

@@ -165,10 +165,10 @@ def test_training_state_is_offloaded_during_generation(
     for _ in range(2):
         expected = plain.logits()
         with hybrid.generating() as replica, torch.no_grad():
-            offloaded = offloading.engine.rollout_offload.num_bytes
+            offloaded = offloading.engine.state_offload.num_bytes
             assert torch.equal(replica(input_ids=IDS).logits, expected)
         assert offloaded >= moments > 0
-        assert offloading.engine.rollout_offload.num_bytes == 0
+        assert offloading.engine.state_offload.num_bytes == 0
         for actor in (plain, offloading):
             actor.learn()
 

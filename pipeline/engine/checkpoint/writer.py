@@ -131,9 +131,9 @@ class CheckpointWriter:
             base: the name passed to `save_base`.
         """
         self.wait()
-        began = time.perf_counter()
+        start = time.perf_counter()
         copies = [replace(fragment, tensor=_copy(fragment.tensor)) for fragment in fragments]
-        seconds = time.perf_counter() - began
+        seconds = time.perf_counter() - start
         state = json.loads(json.dumps(document))
         directory = self._new_directory(step_name(step))
 

@@ -273,14 +273,14 @@ class BufferPool:
         self.device = device
         self.copies = GradientCopies(device) if device.type == "cuda" else None
         self._free: dict[tuple[int, torch.dtype], list[Tensor]] = {}
-        self._read: dict[int, torch.cuda.Event] = {}
+        self._read_events: dict[int, torch.cuda.Event] = {}
         """CUDA events by buffer address; after its event, a free buffer is no longer being read."""
 
     def acquire(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Return an uninitialized buffer."""
         free = self._free.setdefault((numel, dtype), [])
         buffer = free.pop(0) if free else self.comm.empty(numel, dtype, self.device)
-        read = self._read.pop(buffer.data_ptr(), None)
+        read = self._read_events.pop(buffer.data_ptr(), None)
         if read is not None:
             torch.cuda.current_stream().wait_event(read)
         return buffer
@@ -288,10 +288,10 @@ class BufferPool:
     def release(self, buffer: Tensor, *, after: torch.cuda.Event | None = None) -> None:
         """Return the buffer to the pool, to be reused after the event `after`."""
         if after is not None:
-            self._read[buffer.data_ptr()] = after
+            self._read_events[buffer.data_ptr()] = after
         self._free[buffer.numel(), buffer.dtype].append(buffer)
 
     def free_unused(self) -> None:
         """Free the memory of all buffers that are not in use."""
         self._free = {kind: [] for kind in self._free}
-        self._read.clear()
+        self._read_events.clear()

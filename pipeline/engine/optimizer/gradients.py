@@ -43,24 +43,26 @@ class RunningSum:
     without blocking host or GPU: the sum is copied to the GPU and back, one chunk at a time.
     """
 
-    def __init__(self, empty: Callable[[], Tensor], copies: GradientCopies | None = None) -> None:
-        self._empty, self._copies = empty, copies
+    def __init__(
+        self, allocate: Callable[[], Tensor], copies: GradientCopies | None = None
+    ) -> None:
+        self._allocate, self._copies = allocate, copies
         self._total: Tensor | None = None
-        self.empty = True
+        self.is_empty = True
         self.read: torch.cuda.Event | None = None
         """Event after which the last added gradient has been read; None if none is pending."""
 
     @property
     def total(self) -> Tensor:
-        """The sum; undefined while `empty`."""
+        """The sum; undefined while `is_empty`."""
         if self._total is None:
-            self._total = self._empty()
+            self._total = self._allocate()
         return self._total
 
     def add(self, gradient: Tensor) -> None:
         """Add a gradient, which may be overwritten after the event `read`."""
-        total, is_first = self.total, self.empty
-        self.empty = False
+        total, is_first = self.total, self.is_empty
+        self.is_empty = False
         if self._copies is None:
             (total.copy_ if is_first else total.add_)(gradient)
             return
@@ -82,16 +84,16 @@ class RunningSum:
     def finish(self) -> Tensor:
         """Return the sum over all micro-batches, complete on the host; zeros if there were none."""
         self._wait()
-        if self.empty:
+        if self.is_empty:
             self.total.zero_()
-            self.empty = False
+            self.is_empty = False
         return self.total
 
     def clear(self) -> None:
         """Reset the sum."""
         self._wait()
         self._total = None
-        self.empty = True
+        self.is_empty = True
 
     def tensors(self) -> list[Tensor]:
         """Return the allocated tensors."""
@@ -112,14 +114,14 @@ class TreeSum:
     sums. `current` is the sum of the current micro-batch.
     """
 
-    def __init__(self, empty: Callable[[], Tensor], current: RunningSum) -> None:
-        self._empty = empty
+    def __init__(self, allocate: Callable[[], Tensor], current: RunningSum) -> None:
+        self._allocate = allocate
         self._current = current
         self._levels: list[tuple[int, Tensor]] = []
 
     def end_micro_batch(self) -> None:
         """Merge the micro-batch's sum with earlier sums of equal size."""
-        if self._current.empty:
+        if self._current.is_empty:
             return
         level, value = 0, self._current.finish()
         self._current.clear()
@@ -132,7 +134,7 @@ class TreeSum:
         """Return the sum over micro-batches, adding small sums first; zeros if there were none."""
         self.end_micro_batch()
         if not self._levels:
-            return self._empty().zero_()
+            return self._allocate().zero_()
         value = self._levels[-1][1]
         for _, larger in reversed(self._levels[:-1]):
             value = larger + value
@@ -160,9 +162,9 @@ class FlatGradients:
         self.flat, self.pool, self.comm = flat, pool, flat.comm
         placement = flat.placement
         copies = pool.copies if placement.gradient_device != placement.device else None
-        self._running = RunningSum(self._empty, copies)
+        self._running = RunningSum(self._allocate, copies)
         self.sum: TreeSum | RunningSum = (
-            TreeSum(self._empty, self._running) if placement.deterministic else self._running
+            TreeSum(self._allocate, self._running) if placement.deterministic else self._running
         )
         self._on_device = copies is None
         self._in_place = self.comm.size == self.comm.num_copies == 1 and self._on_device
@@ -177,7 +179,7 @@ class FlatGradients:
                 param.grad_dtype = torch.float32
             param.register_post_accumulate_grad_hook(partial(hook, name))
 
-    def _empty(self) -> Tensor:
+    def _allocate(self) -> Tensor:
         device = self.flat.placement.gradient_device
         return self.comm.empty(self.flat.shard_numel, torch.float32, device)
 
@@ -191,7 +193,7 @@ class FlatGradients:
         else:
             self._buffer = self.pool.acquire(self.flat.numel, torch.float32)
         self._views = self.flat.unflatten(self._buffer)
-        if not self._in_place or self._running.empty:
+        if not self._in_place or self._running.is_empty:
             self._undefined = set(self._views)
             for gap in self.flat.gaps:
                 self._buffer[gap].zero_()
@@ -218,9 +220,9 @@ class FlatGradients:
         self._undefined.clear()
         buffer, self._buffer = self._buffer, None
         if self._in_place:
-            self._running.empty = False
+            self._running.is_empty = False
             return
-        is_sum = self._running.empty and self._on_device
+        is_sum = self._running.is_empty and self._on_device
         out = self._running.total if is_sum else self.comm.local_shard(buffer)
         work = self.comm.reduce_scatter(buffer, out, self.flat.unit)
         self._reduction = (work, buffer, None if is_sum else out)
@@ -232,7 +234,7 @@ class FlatGradients:
         (work, buffer, out), self._reduction = self._reduction, None
         work.wait()
         if out is None:
-            self._running.empty = False
+            self._running.is_empty = False
         else:
             self._running.add(out)
         self.pool.release(buffer, after=self._running.read)
@@ -254,8 +256,8 @@ def squared_norms(shard: Float[Tensor, " k"], rows: int) -> Float[Tensor, " rows
         norm = torch.ops.aten._foreach_norm  # noqa: SLF001
         return torch.stack(norm(chunks.unbind(), 2, dtype=torch.float64)).square()
     # On a CPU, a reduction that casts is 20 times slower than a cast followed by a sum.
-    block = torch.empty(BLOCK, dtype=torch.float64)
-    return torch.tensor([_sum_of_squares(row, block) for row in chunks], dtype=torch.float64)
+    scratch = torch.empty(BLOCK, dtype=torch.float64)
+    return torch.tensor([_sum_of_squares(row, scratch) for row in chunks], dtype=torch.float64)
 
 
 def chunk_squares(shard: Float[Tensor, " k"], comm: Collectives) -> Float[Tensor, " rows"]:
@@ -276,9 +278,9 @@ class NormReducer:
     def __init__(self, group: Group, units: Sequence[str]) -> None:
         self._group = group
         units_by_rank = group.gather_objects(list(units))
-        self.units = [unit for names in units_by_rank for unit in names]
+        self.units = [unit for rank_units in units_by_rank for unit in rank_units]
         """The unit of each vector, in rank order."""
-        self._offset = sum(len(names) for names in units_by_rank[: group.rank])
+        self._offset = sum(len(rank_units) for rank_units in units_by_rank[: group.rank])
         self._num_local = len(units)
 
     def reduce(self, squares: Sequence[float]) -> Sequence[float]:
@@ -288,18 +290,18 @@ class NormReducer:
         """
         if self._group.size == 1:
             return squares
-        rows = len(squares) // self._num_local
+        per_vector = len(squares) // self._num_local
         after = len(self.units) - self._offset - self._num_local
-        values = [*[0.0] * (self._offset * rows), *squares, *[0.0] * (after * rows)]
+        values = [*[0.0] * (self._offset * per_vector), *squares, *[0.0] * (after * per_vector)]
         return self._group.sums(values)
 
 
-def _sum_of_squares(values: Float[Tensor, " n"], block: Float[Tensor, " b"]) -> float:
+def _sum_of_squares(values: Float[Tensor, " n"], scratch: Float[Tensor, " b"]) -> float:
     sums: list[float] = []
-    for narrow in values.split(len(block)):
-        squares = block[: len(narrow)].copy_(narrow)
+    for piece in values.split(len(scratch)):
+        squares = scratch[: len(piece)].copy_(piece)
         squares.mul_(squares)
-        full_rows = len(narrow) // ROW_ELEMENTS * ROW_ELEMENTS
+        full_rows = len(piece) // ROW_ELEMENTS * ROW_ELEMENTS
         sums += squares[:full_rows].view(-1, ROW_ELEMENTS).sum(dim=1).tolist()
         sums.append(squares[full_rows:].sum().item())
     return math.fsum(sums)

@@ -27,8 +27,8 @@ class HostAdamW:
 
     def __init__(self, device: torch.device, chunk: int = CHUNK) -> None:
         self.device, self.chunk = device, chunk
-        count = 2 if device.type == "cuda" else 0
-        self._streams = [torch.cuda.Stream(device) for _ in range(count)]
+        num_streams = 2 if device.type == "cuda" else 0
+        self._streams = [torch.cuda.Stream(device) for _ in range(num_streams)]
         self._buffers: dict[tuple[str, torch.dtype, int], Tensor] = {}
         self._buffer_index = 0
 
@@ -71,10 +71,10 @@ class HostAdamW:
     def _buffer(self, use: str, like: Tensor) -> Tensor:
         key = (use, like.dtype, self._buffer_index % 2)
         if key not in self._buffers:
-            new = pinned_empty if self._streams else torch.empty
-            self._buffers[key] = new(self.chunk, dtype=like.dtype)
+            allocate = pinned_empty if self._streams else torch.empty
+            self._buffers[key] = allocate(self.chunk, dtype=like.dtype)
         return self._buffers[key][: len(like)]
 
-    def _copy(self, target: Tensor, source: Tensor, number: int) -> Tensor:
-        with torch.cuda.stream(self._streams[number] if self._streams else None):
+    def _copy(self, target: Tensor, source: Tensor, stream_index: int) -> Tensor:
+        with torch.cuda.stream(self._streams[stream_index] if self._streams else None):
             return target.copy_(source, non_blocking=True)

@@ -36,8 +36,8 @@ def num_chunks(world_size: int) -> int:
 
 def padded_size(numel: int, world_size: int) -> int:
     """Round up to a size that splits into ranges which the optimizer updates identically."""
-    unit = num_chunks(world_size) * ALIGNMENT
-    return -(-numel // unit) * unit
+    multiple = num_chunks(world_size) * ALIGNMENT
+    return -(-numel // multiple) * multiple
 
 
 def lay_out(params: Mapping[str, nn.Parameter], *, decay: bool) -> tuple[dict[str, int], int, int]:

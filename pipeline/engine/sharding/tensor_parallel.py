@@ -65,10 +65,10 @@ class ParamShard:
         """
         rows, inner = self.full_shape[: self.spec.dim].numel(), self.inner
         stride = self.full_shape[self.spec.dim] * inner
-        ends = [(shard.start, shard.stop) for spec in self.specs for shard in spec.shards]
+        bounds = [(shard.start, shard.stop) for spec in self.specs for shard in spec.shards]
         is_divisible = all(
-            first * inner % block == 0 and (last * inner % block == 0 or last * inner == stride)
-            for first, last in ends
+            start * inner % block == 0 and (stop * inner % block == 0 or stop * inner == stride)
+            for start, stop in bounds
         )
         if not is_divisible or (rows > 1 and stride % block):
             return None
@@ -104,9 +104,9 @@ def replace_by_shard(layer: nn.Module, leaf: str, shard: ParamShard) -> None:
     local = shard.spec.extract(param.detach().view(shard.full_shape))
     local = local.clone(memory_format=torch.contiguous_format)
     stored = local if shard.stored_shape is None else local.view(-1)
-    replaced = nn.Parameter(stored, param.requires_grad)
-    mark_sharded(replaced, shard)
-    setattr(layer, leaf, replaced)
+    replacement = nn.Parameter(stored, param.requires_grad)
+    mark_sharded(replacement, shard)
+    setattr(layer, leaf, replacement)
 
 
 def mark_sharded(param: Tensor, shard: ParamShard) -> None:

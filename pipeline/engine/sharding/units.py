@@ -45,15 +45,15 @@ def find_units(model: nn.Module) -> list[UnitParams]:
     blocks = _find_outermost(model, _find_blocks(model))
     # Include duplicate names: a module shared with the outside can't be freed with its block.
     block_names = {id(block): name for name, block in blocks.items()}
-    prefixes = {
+    block_by_prefix = {
         f"{name}.": block_names[id(module)]
         for name, module in model.named_modules(remove_duplicate=False)
         if id(module) in block_names
     }
     owners: dict[nn.Parameter, set[str]] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
-        heads = (name[: dot + 1] for dot, sign in enumerate(name) if sign == ".")
-        owner = next((prefixes[head] for head in heads if head in prefixes), ROOT)
+        prefixes = (name[: i + 1] for i, char in enumerate(name) if char == ".")
+        owner = next((block_by_prefix[p] for p in prefixes if p in block_by_prefix), ROOT)
         owners.setdefault(param, set()).add(owner)
     units: list[UnitParams] = []
     owned: set[nn.Parameter] = set()
@@ -71,18 +71,18 @@ def find_units(model: nn.Module) -> list[UnitParams]:
 
 
 def _find_blocks(model: nn.Module) -> dict[str, nn.Module]:
-    named = dict(model.named_modules())
-    named.pop("")
+    modules = dict(model.named_modules())
+    modules.pop("")
     layers: dict[str, nn.Module] = {
-        name: m for name, m in named.items() if isinstance(m, GradientCheckpointingLayer)
+        name: m for name, m in modules.items() if isinstance(m, GradientCheckpointingLayer)
     }
-    return layers or _find_longest_list(named)
+    return layers or _find_longest_list(modules)
 
 
-def _find_longest_list(named: dict[str, nn.Module]) -> dict[str, nn.Module]:
+def _find_longest_list(modules: dict[str, nn.Module]) -> dict[str, nn.Module]:
     lists = [
         (name, module)
-        for name, module in named.items()
+        for name, module in modules.items()
         if isinstance(module, nn.ModuleList) and len({type(child) for child in module}) == 1
     ]
     if not lists:
@@ -97,12 +97,12 @@ def _find_outermost(model: nn.Module, blocks: dict[str, nn.Module]) -> dict[str,
         id(child) for block in blocks.values() for child in block.modules() if child is not block
     }
     seen: set[int] = {id(model)}
-    kept: dict[str, nn.Module] = {}
+    outermost: dict[str, nn.Module] = {}
     for name, block in blocks.items():
         if id(block) not in inner and id(block) not in seen:
             seen.add(id(block))
-            kept[name] = block
-    return kept
+            outermost[name] = block
+    return outermost
 
 
 class UsesHead(nn.Module):
