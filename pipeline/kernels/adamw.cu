@@ -1,16 +1,16 @@
 // AdamW over any number of flat shards in one launch. Bitwise equal to the reference in adamw.py.
 //
-// Each block updates CHUNK elements of one shard, given by `shard_of_block`. Each value is read and
-// written once: 30 bytes per element for fp32 gradient, master and moments with a 16-bit copy.
-// Scalars that change every step are read from GPU memory, so that a step does not wait for the
-// host and a CUDA graph of it can be replayed.
+// Each block updates BLOCK_ELEMENTS elements of one shard, given by `shard_of_block`. Each value is
+// read and written once: 30 bytes per element for fp32 gradient, master and moments with a 16-bit
+// copy. Scalars that change every step are read from GPU memory, so that a step does not wait for
+// the host and a CUDA graph of it can be replayed.
 //
 // Macros: MOMENT is float or Bf16; COPY, the dtype of the master's copy if HAS_COPY is 1, is Bf16 or
 // F16; SPLIT is 1 if the master is stored as Bf16 and 16 low bits.
 #include "prelude.cuh"
 
 #define THREADS 256
-#define CHUNK 16384
+#define BLOCK_ELEMENTS 16384
 #define UNROLL 2
 
 // Mirrored in adamw.py.
@@ -91,13 +91,13 @@ DEVICE Arrays get_arrays(const Shard* shard, i64 offset) {
           array(&shard->gradient, offset)};
 }
 DEVICE bool is_aligned_to_four(const Arrays& a) {
-  const u64 ends = reinterpret_cast<u64>(a.master) % (4 * sizeof(Master)) |
+  const u64 rest = reinterpret_cast<u64>(a.master) % (4 * sizeof(Master)) |
                    reinterpret_cast<u64>(a.exp_avg) % (4 * sizeof(MOMENT)) |
                    reinterpret_cast<u64>(a.exp_avg_sq) % (4 * sizeof(MOMENT)) |
                    reinterpret_cast<u64>(a.gradient) % (4 * sizeof(float)) |
                    (HAS_COPY ? reinterpret_cast<u64>(a.copy) % (4 * sizeof(COPY)) : 0) |
                    (SPLIT ? reinterpret_cast<u64>(a.low_bits) % 8 : 0);
-  return ends == 0;
+  return rest == 0;
 }
 
 // One element in registers.
@@ -267,9 +267,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 3) adamw(AdamwParams p) {
   __syncthreads();
   const Factors factors = *shared;
 
-  const i64 offset = (block - load_i64(&shard->first_block)) * CHUNK;
+  const i64 offset = (block - load_i64(&shard->first_block)) * BLOCK_ELEMENTS;
   const i64 left = load_i64(&shard->numel) - offset;
-  const int count = left < CHUNK ? static_cast<int>(left) : CHUNK;
+  const int count = left < BLOCK_ELEMENTS ? static_cast<int>(left) : BLOCK_ELEMENTS;
   const Arrays arrays = get_arrays(shard, offset);
 
   update_elements(factors, arrays, count, thread);

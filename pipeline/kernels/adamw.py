@@ -147,8 +147,8 @@ def reference_adamw_(weights: Weights, gradient: Float[Tensor, " n"], step: Adam
     if weights.copy is not None:
         weights.copy.copy_(round_weights(master, weights.copy.dtype))
     if low_bits is not None:
-        master, rest = split_master(master)
-        low_bits.copy_(rest)
+        master, new_low_bits = split_master(master)
+        low_bits.copy_(new_low_bits)
     weights.master.copy_(master)
 
 
@@ -162,10 +162,10 @@ def round_weights(masters: Float[Tensor, " n"], dtype: torch.dtype) -> Float[Ten
     if dtype == torch.bfloat16:
         # Setting the last bit in the upper half of the interval makes ties round up.
         bits = masters.view(torch.int32)
-        moved = bits >> 15
-        moved &= 1
-        moved |= bits
-        masters = moved.view(torch.float32)
+        adjusted = bits >> 15
+        adjusted &= 1
+        adjusted |= bits
+        masters = adjusted.view(torch.float32)
     return masters.to(dtype)
 
 
@@ -459,14 +459,14 @@ def self_test(gpu: Gpu, defines: Macros) -> bool:
     """Compare two steps bitwise with the reference, on a vector with a tail."""
     moments, copy = (DTYPES_BY_NAME[str(defines[name])] for name in ("MOMENT", "COPY"))
     generator = torch.Generator().manual_seed(0)
-    gradient, master, exp_avg, square = torch.randn(4, 301, generator=generator)
+    gradient, master, exp_avg, root = torch.randn(4, 301, generator=generator)
     low_bits = None
     if defines["SPLIT"]:
         master, low_bits = split_master(master)
     weights = Weights(
         master=master,
         exp_avg=exp_avg.to(moments),
-        exp_avg_sq=square.square().to(moments),
+        exp_avg_sq=root.square().to(moments),
         copy=torch.zeros(301, dtype=copy) if defines["HAS_COPY"] else None,
         low_bits=low_bits,
     )

@@ -90,8 +90,8 @@ def unsupported_reason(
         if not stored.is_contiguous():
             return "the cache is not contiguous"
         strides = [stride * new.itemsize for stride in new.stride()[:-1]]
-        row = new.shape[-1] * new.itemsize
-        offsets = [stored.data_ptr(), new.data_ptr(), row, *strides]
+        row_bytes = new.shape[-1] * new.itemsize
+        offsets = [stored.data_ptr(), new.data_ptr(), row_bytes, *strides]
         if new.stride(-1) != 1 or any(offset % LOAD_BYTES for offset in offsets):
             # Omits the strides, which vary with the number of tokens: reasons are cached.
             return (

@@ -166,13 +166,13 @@ void attend(const AttentionParams& params, int64_t row, int64_t kv_head, std::ve
 }
 
 struct Work {
-    const AttentionParams* attention;
+    const AttentionParams* params;
     int64_t next;  // the first key/value head not yet claimed by a thread
 };
 
 void run(void* argument) {
     Work& work = *static_cast<Work*>(argument);
-    const AttentionParams& params = *work.attention;
+    const AttentionParams& params = *work.params;
     std::vector<Head> heads(size_t(params.heads / params.kv_heads));
     for (;;) {
         const int64_t item = __atomic_fetch_add(&work.next, 1, __ATOMIC_RELAXED);
@@ -183,7 +183,7 @@ void run(void* argument) {
 
 }  // namespace
 
-extern "C" void decode_attention(const AttentionParams* attention, Parallel parallel, int32_t threads) {
-    Work work{attention, 0};
+extern "C" void decode_attention(const AttentionParams* params, Parallel parallel, int32_t threads) {
+    Work work{params, 0};
     run_on_threads(parallel, threads, run, &work);
 }

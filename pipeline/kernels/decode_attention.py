@@ -164,8 +164,8 @@ MAX_HEAD_SIZE = 256
 """Largest head size, as in decode_attention.cpp."""
 
 
-class Attention(ctypes.Structure):
-    """Arguments of a call; decode_attention.cpp has the same structure."""
+class AttentionParams(ctypes.Structure):
+    """`AttentionParams` of decode_attention.cpp."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("query", "key", "value", "out")),
@@ -223,7 +223,7 @@ class PreparedAttention:
     ) -> None:
         self._library = library
         self._tensors = query, key, value, out  # keep their memory alive
-        self.arguments = Attention(
+        self.params = AttentionParams(
             query=query.data_ptr(),
             key=key.data_ptr(),
             value=value.data_ptr(),
@@ -240,10 +240,10 @@ class PreparedAttention:
 
     def __call__(self, lengths: Int[Tensor, " B"], pages: Int[Tensor, "B L"]) -> None:
         """Compute attention from the current contents; see `AttentionSpec`."""
-        self.arguments.lengths, self.arguments.pages = lengths.data_ptr(), pages.data_ptr()
-        self.arguments.pages_row, self.arguments.max_pages = pages.stride(0), pages.shape[1]
+        self.params.lengths, self.params.pages = lengths.data_ptr(), pages.data_ptr()
+        self.params.pages_row, self.params.max_pages = pages.stride(0), pages.shape[1]
         self._library.decode_attention(
-            ctypes.byref(self.arguments), gomp_parallel(), ctypes.c_int32(torch.get_num_threads())
+            ctypes.byref(self.params), gomp_parallel(), ctypes.c_int32(torch.get_num_threads())
         )
 
 

@@ -33,7 +33,7 @@ def max_rows(dtype: torch.dtype) -> int:
 
 
 class LinearParams(ctypes.Structure):
-    """Arguments of a call; linear.cpp has the same structure."""
+    """`LinearParams` of linear.cpp."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("x", "weight", "bias", "out")),

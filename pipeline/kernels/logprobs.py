@@ -291,15 +291,15 @@ class FusedGradLogprobs(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_grad[1] else None
         grad_bias = hidden.new_zeros(len(weight), dtype=torch.float32) if needs_grad[2] else None
         for rows in _slices(len(targets), max(1, tile // len(weight))):
-            target = targets[rows, None]
+            row_targets = targets[rows, None]
             logits = _logits(hidden[rows], weight, bias, slice(None), temperature)
             max_logits[rows] = logits.amax(dim=1, keepdim=True)
             grad = logits.sub_(max_logits[rows])
-            target_logits = grad.gather(1, target)
+            target_logits = grad.gather(1, row_targets)
             sum_exp[rows] = grad.exp_().sum(dim=1, keepdim=True)
             logprobs[rows] = target_logits - sum_exp[rows].log()
             grad.mul_(-1 / (sum_exp[rows] * temperature))
-            grad.scatter_add_(1, target, torch.full_like(target_logits, 1 / temperature))
+            grad.scatter_add_(1, row_targets, torch.full_like(target_logits, 1 / temperature))
             grad = grad.to(weight.dtype)
             if grad_hidden is not None:
                 torch.mm(grad, weight, out=grad_hidden[rows])
@@ -390,11 +390,11 @@ def _tile_gradients(
         if grad_entropy is None:
             grad.mul_(0.0 if grad_logprobs is None else -grad_logprobs / (sum_exp * temperature))
         else:
-            share = shifted.add_(grad_entropy[1] - sum_exp.log()).mul_(grad_entropy[0])
+            factor = shifted.add_(grad_entropy[1] - sum_exp.log()).mul_(grad_entropy[0])
             if grad_logprobs is not None:
-                share.add_(grad_logprobs)
-            grad.mul_(share.div_(-sum_exp * temperature))
-            del share
+                factor.add_(grad_logprobs)
+            grad.mul_(factor.div_(-sum_exp * temperature))
+            del factor
         del shifted
         if grad_logprobs is not None:
             in_tile, indices = _targets_in(targets, tokens)

@@ -170,15 +170,15 @@ DEVICE u64 compute_weights(const Row& row, const Threshold& threshold) {
 // weight; sets `above` to the number or weight of the words below that distance.
 DEVICE u32 find_distance(const Row& row, u64 wanted, bool by_weight, u64& above) {
   Shared* shared = row.shared;
-  u32 found = 0;
+  u32 prefix = 0;
   above = 0;
   for (int shift = 24; shift >= 0; shift -= 8) {
     for (int bin = threadIdx.x; bin < BINS; bin += THREADS) shared->bins[bin] = 0;
     __syncthreads();
     for (int word = threadIdx.x; word < row.vocabulary_size; word += THREADS) {
       const u32 d = distance(row, word);
-      const bool has_bits = shift == 24 || d >> (shift + 8) == found >> (shift + 8);
-      const u64 amount = !has_bits ? 0 : by_weight ? weight(d) : 1;
+      const bool has_prefix = shift == 24 || d >> (shift + 8) == prefix >> (shift + 8);
+      const u64 amount = !has_prefix ? 0 : by_weight ? weight(d) : 1;
       if (amount) atomicAdd(&shared->bins[d >> shift & (BINS - 1)], amount);
     }
     __syncthreads();
@@ -200,10 +200,10 @@ DEVICE u32 find_distance(const Row& row, u64 wanted, bool by_weight, u64& above)
       }
     }
     __syncthreads();
-    found |= shared->digit << shift;
+    prefix |= shared->digit << shift;
     above = shared->above;
   }
-  return found;
+  return prefix;
 }
 
 DEVICE Threshold compute_threshold(const SampleParams& p, const Row& row, u64 total) {
@@ -276,23 +276,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sampling(SampleParams p
   row.ties = reinterpret_cast<int*>(row.weights + row.num_segments);
   int word;
   const bool is_valid = find_highest(row, word);
-  const u64 all = compute_weights(row, {MAX_DISTANCE, MAX_INT, 0});
+  const u64 full_total = compute_weights(row, {MAX_DISTANCE, MAX_INT, 0});
   if (p.temperature > 0) {
-    const Threshold threshold = compute_threshold(p, row, all);
-    const bool whole = threshold.distance == MAX_DISTANCE && threshold.min_relative == 0;
-    const u64 total = whole ? all : compute_weights(row, threshold);
+    const Threshold threshold = compute_threshold(p, row, full_total);
+    const bool keeps_all = threshold.distance == MAX_DISTANCE && threshold.min_relative == 0;
+    const u64 total = keeps_all ? full_total : compute_weights(row, threshold);
     if (threadIdx.x < 32 && total > 0) {
       u64 state = splitmix64(p.seed);
       state = splitmix64(state ^ static_cast<u64>(load_i64(p.keys + blockIdx.x)));
       state = splitmix64(state ^ static_cast<u64>(load_i64(p.positions + blockIdx.x)));
-      const double share = static_cast<double>(state >> 11) * (1.0 / 9007199254740992.0);
-      const u64 point = static_cast<u64>(share * static_cast<double>(total));
+      const double uniform = static_cast<double>(state >> 11) * (1.0 / 9007199254740992.0);
+      const u64 point = static_cast<u64>(uniform * static_cast<double>(total));
       word = find_word(row, threshold, point < total ? point : total - 1);
     }
   }
   if (threadIdx.x == 0) {
     const double nats = static_cast<double>(score(row, word) - row.highest);
-    const float logprob = static_cast<float>(nats - log(static_cast<double>(all) / MAX_WEIGHT));
+    const float logprob = static_cast<float>(nats - log(static_cast<double>(full_total) / MAX_WEIGHT));
     store8(p.tokens + blockIdx.x, uint2{static_cast<u32>(word), 0});
     write(p.logprobs + blockIdx.x, is_valid ? logprob : __uint_as_float(0x7fc00000u));
   }

@@ -71,43 +71,43 @@ def split_over_group(values: Float[Tensor, "*B m"], group: Group) -> Float[Tenso
 
 def split_tokens(values: Float[Tensor, "*B N d"], group: Group) -> Float[Tensor, "*B n d"]:
     """Return this process's share of the tokens; the backward pass gathers the gradients."""
-    tokens = values.shape[-2]
+    num_tokens = values.shape[-2]
     return _Collective.apply(
         values,
         lambda full: _local_tokens(full, group),
-        lambda grad: _all_gather_tokens(grad, tokens, group, GRADIENTS),
+        lambda grad: _all_gather_tokens(grad, num_tokens, group, GRADIENTS),
     )
 
 
 def join_tokens(
-    shard: Float[Tensor, "*B n d"], tokens: int, group: Group
+    shard: Float[Tensor, "*B n d"], num_tokens: int, group: Group
 ) -> Float[Tensor, "*B N d"]:
     """Gather all tokens for replicated computation; the backward pass keeps local gradients."""
     return _Collective.apply(
         shard,
-        lambda local: _all_gather_tokens(local, tokens, group, "tokens"),
+        lambda local: _all_gather_tokens(local, num_tokens, group, "tokens"),
         lambda grad: _local_tokens(grad, group),
     )
 
 
 def gather_tokens(
-    shard: Float[Tensor, "*B n d"], tokens: int, group: Group
+    shard: Float[Tensor, "*B n d"], num_tokens: int, group: Group
 ) -> Float[Tensor, "*B N d"]:
     """Gather all tokens for sharded computation; the backward pass reduce-scatters gradients."""
     return _Collective.apply(
         shard,
-        lambda local: _all_gather_tokens(local, tokens, group, "tokens"),
+        lambda local: _all_gather_tokens(local, num_tokens, group, "tokens"),
         lambda grad: _reduce_scatter_tokens(grad, group, GRADIENTS),
     )
 
 
 def reduce_scatter_tokens(values: Float[Tensor, "*B N d"], group: Group) -> Float[Tensor, "*B n d"]:
     """Sum over processes, keeping the local tokens; the backward pass gathers the gradients."""
-    tokens = values.shape[-2]
+    num_tokens = values.shape[-2]
     return _Collective.apply(
         values,
         lambda local: _reduce_scatter_tokens(local, group, "tokens"),
-        lambda grad: _all_gather_tokens(grad, tokens, group, GRADIENTS),
+        lambda grad: _all_gather_tokens(grad, num_tokens, group, GRADIENTS),
     )
 
 
@@ -126,8 +126,8 @@ def _chunk(values: Tensor, group: Group) -> Tensor:
 def _pad_and_split(values: Tensor, group: Group) -> Tensor:
     """Split the tokens into equal shards, one per process: (processes, *B, n, d)."""
     size = -(-values.shape[-2] // group.size)
-    filled = F.pad(values, (0, 0, 0, size * group.size - values.shape[-2]))
-    return filled.unflatten(-2, (group.size, size)).movedim(-3, 0)
+    padded = F.pad(values, (0, 0, 0, size * group.size - values.shape[-2]))
+    return padded.unflatten(-2, (group.size, size)).movedim(-3, 0)
 
 
 def _local_tokens(values: Tensor, group: Group) -> Tensor:
@@ -135,9 +135,9 @@ def _local_tokens(values: Tensor, group: Group) -> Tensor:
     return shards[group.rank].clone(memory_format=torch.contiguous_format)
 
 
-def _all_gather_tokens(shard: Tensor, tokens: int, group: Group, label: str) -> Tensor:
+def _all_gather_tokens(shard: Tensor, num_tokens: int, group: Group, label: str) -> Tensor:
     full = torch.cat(group.all_gather(shard, label=label), dim=-2)
-    return full if full.shape[-2] == tokens else full[..., :tokens, :].clone()
+    return full if full.shape[-2] == num_tokens else full[..., :num_tokens, :].clone()
 
 
 def _reduce_scatter_tokens(values: Tensor, group: Group, label: str) -> Tensor:

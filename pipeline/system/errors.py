@@ -87,10 +87,10 @@ MAX_REASON_LENGTH = 200
 
 def one_line(error: Exception) -> str:
     """Return an error's first paragraph in one line, with its type for a KeyError or no text."""
-    lines = " ".join(str(error).split("\n\n")[0].split())
-    if isinstance(error, KeyError) or not lines:
-        lines = f"{type(error).__name__} {lines}".strip()
-    return lines if len(lines) <= MAX_REASON_LENGTH else lines[:MAX_REASON_LENGTH].rstrip() + " ..."
+    line = " ".join(str(error).split("\n\n")[0].split())
+    if isinstance(error, KeyError) or not line:
+        line = f"{type(error).__name__} {line}".strip()
+    return line if len(line) <= MAX_REASON_LENGTH else line[:MAX_REASON_LENGTH].rstrip() + " ..."
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:

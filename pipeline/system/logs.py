@@ -59,7 +59,7 @@ class Progress:
     def __init__(self, name: str, total_steps: int) -> None:
         self.name = name
         self.total_steps = total_steps
-        self._every = math.ceil(total_steps / MAX_LOG_LINES)
+        self._log_every = math.ceil(total_steps / MAX_LOG_LINES)
         self._bar: RichProgress | None = None
 
     def start(self) -> None:
@@ -83,7 +83,7 @@ class Progress:
         status = self.status(step, metrics, seconds=seconds)
         if self._bar is not None:
             self._bar.update(self._task, completed=step, status=status)
-        elif step in (1, self.total_steps) or step % self._every == 0:
+        elif step in (1, self.total_steps) or step % self._log_every == 0:
             logger.info("%s step %d/%d  %s", self.name, step, self.total_steps, status)
 
     def stop(self) -> None:

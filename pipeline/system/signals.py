@@ -62,11 +62,11 @@ class StopSignals:
         self._thread.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_error: object) -> None:
+    def __exit__(self, exc_type: type[BaseException] | None, *_error: object) -> None:
         if self._thread is None:
             return
         # A process that exits because others got a signal may still get one itself: ignore it.
-        if self.received is not None or kind is not SystemExit:
+        if self.received is not None or exc_type is not SystemExit:
             for number, handler in self._previous_handlers.items():
                 signal.signal(number, handler)  # pyrefly: ignore[bad-argument-type]
         signal.set_wakeup_fd(self._previous_wakeup_fd)

@@ -103,7 +103,7 @@ class Heartbeat(NamedTuple):
     seconds: float
     """Seconds since the process reached this position."""
 
-    beat: int
+    num_sent: int
     """Number of heartbeats sent so far."""
 
     exited: bool = False
@@ -247,13 +247,13 @@ class Watchdog:
         self._num_heartbeats, self._position, self._position_since = 0, (0, 0), time.monotonic()
         self.store.publish(Heartbeat(0, "none yet", 0.0, 0))
         host = os.uname().nodename
-        pids = world.gather_objects((host, os.getpid()))
-        self._local = {
+        hosts_and_pids = world.gather_objects((host, os.getpid()))
+        self._local_processes = {
             rank: psutil.Process(pid)
-            for rank, (name, pid) in enumerate(pids)
+            for rank, (name, pid) in enumerate(hosts_and_pids)
             if name == host and rank != self.rank and psutil.pid_exists(pid)
         }
-        self._hosts = [name for name, _ in pids]
+        self._hosts = [name for name, _ in hosts_and_pids]
         self._last_heartbeats: dict[int, tuple[int, float]] = {}
         """The last heartbeat of each process, and when it was first read."""
         self._armed_at = -float("inf")
@@ -317,15 +317,15 @@ class Watchdog:
             if self._has_printed:
                 return
             self._has_printed = True
-            lines = failure.message
+            text = failure.message
             if failure.rank == self.rank and error is None:
-                lines = f"rank {self.rank} stopped: {lines}"
+                text = f"rank {self.rank} stopped: {text}"
             elif failure.rank != self.rank:
-                lines = f"rank {self.rank} stopped because {lines}"
+                text = f"rank {self.rank} stopped because {text}"
             if failure.stacks:
-                lines += f"\nrank {self.rank} is here:\n"
-                lines += _stacks() if error is None else _traceback(error)
-            _print_error(lines)
+                text += f"\nrank {self.rank} is here:\n"
+                text += _stacks() if error is None else _traceback(error)
+            _print_error(text)
 
     def _stop_on_signal(self, _number: int, _frame: FrameType | None) -> None:
         """Handle SIGTERM, sent by torchrun after a failure, or by a scheduler at any time."""
@@ -348,7 +348,7 @@ class Watchdog:
                 number=last.number,
                 label=POSITION.wait_reason or str(last),
                 seconds=round(now - self._position_since, 3),
-                beat=self._num_heartbeats,
+                num_sent=self._num_heartbeats,
                 exited=exited,
                 awaited_ranks=POSITION.awaited_ranks if in_stages else (),
             )
@@ -360,7 +360,7 @@ class Watchdog:
         """Find the failure of the job: a reported one, or a lost process on this machine."""
         if (failure := self.store.get_failure()) is not None:
             return failure
-        for rank, process in self._local.items():
+        for rank, process in self._local_processes.items():
             if _is_alive(process):
                 continue
             # Processes report before they exit: read the store after finding that one has exited.
@@ -404,10 +404,11 @@ class Watchdog:
 
     def _find_silent(self, heartbeats: dict[int, Heartbeat], now: float) -> Failure | None:
         for rank, heartbeat in heartbeats.items():
-            beat, since = self._last_heartbeats.get(rank, (heartbeat.beat, now))
-            self._last_heartbeats[rank] = heartbeat.beat, since if beat == heartbeat.beat else now
-            silent_seconds = now - self._last_heartbeats[rank][1]
-            is_remote = rank not in (self.rank, *self._local)
+            num_sent, since = self._last_heartbeats.get(rank, (heartbeat.num_sent, now))
+            since = since if num_sent == heartbeat.num_sent else now
+            self._last_heartbeats[rank] = heartbeat.num_sent, since
+            silent_seconds = now - since
+            is_remote = rank not in (self.rank, *self._local_processes)
             if is_remote and silent_seconds >= HEARTBEAT_TIMEOUT_SECONDS and not heartbeat.exited:
                 message = (
                     f"rank {rank} on {self._hosts[rank]} has sent nothing for"
