@@ -78,10 +78,10 @@ def time_attention(bandwidth: float, *, tiny: bool) -> Iterator[Row]:
             ]
             query = torch.randn(batch, heads, size, device=DEVICE, dtype=torch.bfloat16)
             lengths = torch.full((batch,), length, dtype=torch.int32, device=DEVICE)
-            scores = AttentionSpec(lengths=lengths, pages=pages, scaling=size**-0.5)
+            spec = AttentionSpec(lengths=lengths, pages=pages, scaling=size**-0.5)
 
             ours = [
-                partial(decode_attention, query, *cache, scores, longest=length) for cache in caches
+                partial(decode_attention, query, *cache, spec, longest=length) for cache in caches
             ]
             references = [
                 partial(

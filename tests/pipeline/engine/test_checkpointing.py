@@ -16,4 +16,4 @@ def train_digest(stage: int, checkpointing: str) -> str:
 def test_activation_checkpointing_changes_no_bit(stage: int) -> None:
     results = [run_ranks(train_digest, stage, kind) for kind in ("none", "full", "reentrant")]
 
-    assert len({weights for ranks in results for weights in ranks}) == 1
+    assert len({result for ranks in results for result in ranks}) == 1

@@ -46,7 +46,7 @@ class Weight(nn.Module):
 
 @pytest.mark.parametrize("max_grad_norm", [None, 0.5])
 def test_training_matches_a_plain_loop_with_adamw(max_grad_norm: float | None) -> None:
-    plain, sharded = network(), network()
+    plain, model = network(), network()
     optimizer = torch.optim.AdamW(
         [
             {"params": [p for p in plain.parameters() if p.ndim > 1], "weight_decay": 0.1},
@@ -57,7 +57,7 @@ def test_training_matches_a_plain_loop_with_adamw(max_grad_norm: float | None) -
         fused=True,
     )
     config = settings(weight_decay=0.1, max_grad_norm=max_grad_norm)
-    engine = Engine(sharded, config, total_steps=5)
+    engine = Engine(model, config, total_steps=5)
     norms = []
 
     for step in range(5):
@@ -74,7 +74,7 @@ def test_training_matches_a_plain_loop_with_adamw(max_grad_norm: float | None) -
 
     # Not bitwise: the optimizer steps one flat vector, which has different SIMD remainders, and the
     # norm is summed in fp64.
-    for (name, expected), got in zip(plain.named_parameters(), sharded.parameters(), strict=True):
+    for (name, expected), got in zip(plain.named_parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-7, msg=name)
     assert min(norms) > 0.5
 

@@ -73,8 +73,8 @@ def train_plain(order: tuple[int, ...], world_size: int) -> dict[str, Tensor]:
             model.zero_grad()
         for param, first, second in zip(model.parameters(), *gradients, strict=True):
             # A block that no process runs has a gradient of zero, as in DeepSpeed.
-            unused = first is None or second is None
-            param.grad = torch.zeros_like(param) if unused else first + second
+            is_unused = first is None or second is None
+            param.grad = torch.zeros_like(param) if is_unused else first + second
         optimizer.step()
         optimizer.zero_grad()
     return {name: param.detach().clone() for name, param in model.named_parameters()}

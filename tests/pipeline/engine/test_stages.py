@@ -113,11 +113,11 @@ def expected_result(
 def train_at_every_stage(family: str, dtype: str) -> list[str]:
     """Train with pairs of settings, and return the differences from the plain trainer."""
     failures: list[str] = []
-    parity = [*FAMILIES].index(family)
+    family_index = [*FAMILIES].index(family)
     for (i, accumulation), (j, max_norm) in product(enumerate((1, 4)), enumerate((None, 0.5))):
         reference = expected_result(family, dtype, accumulation, max_norm)
         for stage in range(4):
-            is_odd = (parity + i + j + stage // 2 + stage) % 2
+            is_odd = (family_index + i + j + stage // 2 + stage) % 2
             checkpointing = "full" if is_odd else "none"
             got = train(
                 build(family, dtype, checkpointing=checkpointing),

@@ -44,7 +44,7 @@ def test_self_test_accepts_the_kernel_and_rejects_a_wrong_one(
     name: str, emulator: Emulator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     self_test = import_module(f"pipeline.kernels.{name}").self_test
-    gpu, defines = emulator.gpu(), CASES[name].SPECIALISATIONS[0]
+    gpu, defines = emulator.gpu(), CASES[name].SPECIALIZATIONS[0]
     with emulator.memory():
         assert self_test(gpu, defines)
 

@@ -12,9 +12,9 @@ from pipeline.kernels.gpu import MIN_CAPABILITY, OPTIONS, SOURCES, Macros
 from pipeline.system.errors import KernelError
 from tests.pipeline.kernels.test_cases import CASES
 
-ALL = [(name, defines) for name, cases in CASES.items() for defines in cases.SPECIALISATIONS]
+ALL = [(name, defines) for name, cases in CASES.items() for defines in cases.SPECIALIZATIONS]
 FEW = [
-    (name, cases.SPECIALISATIONS[0 if name == "sampling" else -1]) for name, cases in CASES.items()
+    (name, cases.SPECIALIZATIONS[0 if name == "sampling" else -1]) for name, cases in CASES.items()
 ]
 """The last of each operator, but the first of sampling, which compiles faster."""
 

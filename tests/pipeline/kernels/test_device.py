@@ -42,10 +42,10 @@ def test_cuda_graph_reads_new_scalars(gpu: Gpu) -> None:
     with torch.cuda.graph(graph):
         table.step(scalars, STEP)
 
-    for step in (5, 6):
-        numbers = dataclasses.replace(STEP, step=step)
-        scalars.copy_(step_scalars(numbers, gpu.device))
+    for number in (5, 6):
+        step = dataclasses.replace(STEP, step=number)
+        scalars.copy_(step_scalars(step, gpu.device))
         graph.replay()
-        reference_step(expected[0], numbers)
+        reference_step(expected[0], step)
 
     assert torch.equal(shards[0].weights.master.cpu(), expected[0].weights.master)

@@ -30,10 +30,10 @@ def test_generation_is_the_same_with_and_without_kernels(
         FrozenModelConfig(path=save_to(plain, tmp_path)), device=torch.device("cpu")
     )
     model.register_forward_hook(lambda *_: None)  # its modules run each time, as on a GPU
-    launched: list[str] = []
+    requested: list[str] = []
 
     def find_emulated_gpu(_: torch.device, operator: str, *__: object) -> object:
-        launched.append(operator)
+        requested.append(operator)
         return emulator.gpu()
 
     def generate_ids() -> list[list[int]]:
@@ -57,9 +57,9 @@ def test_generation_is_the_same_with_and_without_kernels(
 
     assert with_kernels == expected
     # The engine looks for the sampler and for attention, and then the operators themselves do.
-    passes = launched.count("sampling") // 2
+    passes = requested.count("sampling") // 2
     assert passes >= 8
     # Prefill appends to the cache without sampling.
-    assert launched.count("cache_append") >= passes * model.config.num_hidden_layers
-    assert launched.count("decode_attention") >= 2 * 7 * model.config.num_hidden_layers
-    assert launched[-1] == "sampling"
+    assert requested.count("cache_append") >= passes * model.config.num_hidden_layers
+    assert requested.count("decode_attention") >= 2 * 7 * model.config.num_hidden_layers
+    assert requested[-1] == "sampling"

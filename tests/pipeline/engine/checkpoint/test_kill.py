@@ -18,10 +18,8 @@ from tests.pipeline.engine.checkpoint.saving import (
 
 @pytest.mark.parametrize("point", POINTS)
 def test_job_killed_during_a_save_loses_at_most_that_save(point: str, tmp_path: Path) -> None:
-    iter_groups = (
-        1 if point == "during_prune" else 3
-    )  # two are kept, so the third save is the first that prunes
-    fault = f"checkpoint.{point}:*:{iter_groups}:kill"
+    nth = 1 if point == "during_prune" else 3  # the third save is the first that prunes
+    fault = f"checkpoint.{point}:*:{nth}:kill"
 
     codes = run_processes(save_steps, tmp_path, [1, 2, 3, 4], "killed", world_size=2, fault=fault)
 
@@ -57,8 +55,8 @@ def save_recorded(
 @pytest.mark.parametrize("point", POINTS)
 def test_power_lost_during_a_save_costs_at_most_that_save(point: str, tmp_path: Path) -> None:
     root, journal = tmp_path / "root", tmp_path / "journal"
-    iter_groups = 1 if point == "during_prune" else 3
-    fault = f"checkpoint.{point}:*:{iter_groups}:kill"
+    nth = 1 if point == "during_prune" else 3
+    fault = f"checkpoint.{point}:*:{nth}:kill"
 
     codes = run_processes(save_recorded, root, journal, [1, 2, 3], True, world_size=1, fault=fault)
     lose_power(root, journal)

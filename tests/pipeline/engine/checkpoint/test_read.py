@@ -63,11 +63,11 @@ def save_on_all(
     assert failures == [None] * len(shards)
 
 
-def split_randomly(key: str, tensor: Tensor, num_pieces: int, rng: random.Random) -> list[Fragment]:
-    """Split a tensor into pieces of random lengths; the first or last may be empty."""
-    ends = {rng.randint(0, tensor.numel()) for _ in range(num_pieces - 1)}
-    cuts = [0, *sorted(ends), tensor.numel()]
-    return [Fragment(key, start, tensor[start:stop]) for start, stop in itertools.pairwise(cuts)]
+def split_randomly(key: str, tensor: Tensor, count: int, rng: random.Random) -> list[Fragment]:
+    """Split a tensor into fragments of random lengths; the first or last may be empty."""
+    ends = {rng.randint(0, tensor.numel()) for _ in range(count - 1)}
+    bounds = [0, *sorted(ends), tensor.numel()]
+    return [Fragment(key, start, tensor[start:stop]) for start, stop in itertools.pairwise(bounds)]
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
@@ -79,8 +79,8 @@ def test_any_interval_of_any_tensor_is_read_as_saved(world_size: int, tmp_path: 
     }
     shards: list[list[Fragment]] = [[] for _ in range(world_size)]
     for key, tensor in tensors.items():
-        for piece in split_randomly(key, tensor, 4, rng):
-            shards[rng.randrange(world_size)].append(piece)
+        for fragment in split_randomly(key, tensor, 4, rng):
+            shards[rng.randrange(world_size)].append(fragment)
 
     save_on_all(tmp_path, shards)
 

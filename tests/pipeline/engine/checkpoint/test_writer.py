@@ -49,11 +49,11 @@ def test_saved_values_are_those_at_the_call(
     inject_fault(monkeypatch, "checkpoint.before_write:*:1:sleep-100")
     threads = set(threading.enumerate())
     writer = make_writer(tmp_path)
-    pieces, state = make_fragments(1), {"step": 1}
+    fragments, state = make_fragments(1), {"step": 1}
 
-    writer.save(1, pieces, state)
-    for piece in pieces:
-        piece.tensor.fill_(0)
+    writer.save(1, fragments, state)
+    for fragment in fragments:
+        fragment.tensor.fill_(0)
     state["step"] = 99
     assert not (tmp_path / "step_00000001").exists()
     writer.save(2, make_fragments(2), {"step": 2})
@@ -141,10 +141,10 @@ def test_impossible_saves_are_reported(tmp_path: Path, monkeypatch: pytest.Monke
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="can't be created"):
         make_writer(tmp_path / "file" / "in it")
-    single = make_writer(tmp_path, world_size=2, timeout_seconds=0.01)
-    single.save(1, make_fragments(1), {})
-    single.wait()
-    assert "rank 1 did not report within 0.01 seconds" in str(single.failure)
+    writer = make_writer(tmp_path, world_size=2, timeout_seconds=0.01)
+    writer.save(1, make_fragments(1), {})
+    writer.wait()
+    assert "rank 1 did not report within 0.01 seconds" in str(writer.failure)
     monkeypatch.setattr(os, "access", lambda path, _mode: path != tmp_path)  # tests may run as root
     with pytest.raises(ConfigError, match=f"^{tmp_path} can't be written to"):
         make_writer(tmp_path)

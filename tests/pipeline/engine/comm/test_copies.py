@@ -99,7 +99,7 @@ def test_checkpoint_resumes_with_any_number_of_copies_bitwise(tmp_path: Path) ->
             assert results == [expected] * len(directories)
 
     # Every element is written once, and every process writes about as many.
-    state = Checkpoint.open(tmp_path / directories[0] / "step_00000002")
-    total = sum(state.numel(key) for key in sorted(state.keys()) if "/random" not in key)
+    checkpoint = Checkpoint.open(tmp_path / directories[0] / "step_00000002")
+    total = sum(checkpoint.numel(key) for key in sorted(checkpoint.keys()) if "/random" not in key)
     assert sum(written) == 4 * total
     assert max(written) < 1.5 * min(written)

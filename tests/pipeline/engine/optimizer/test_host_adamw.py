@@ -35,31 +35,31 @@ def get_tensors(shards: list[Shard]) -> list[Tensor]:
 @pytest.mark.parametrize("copy", [torch.bfloat16, torch.float16, None])
 def test_step_in_pieces_matches_a_full_step(copy: torch.dtype | None, kernels: Kernels) -> None:
     expected, actual = make_shards(copy), make_shards(copy)
-    in_pieces = HostAdamW(torch.device("cpu"), chunk=64)
+    host_adamw = HostAdamW(torch.device("cpu"), chunk=64)
 
     for step in STEPS:
         FlatAdamW().step(expected, step, kernels=kernels)
-        in_pieces.step(actual, step, kernels=kernels)
+        host_adamw.step(actual, step, kernels=kernels)
 
     assert all(map(torch.equal, get_tensors(actual), get_tensors(expected)))
 
 
 def test_only_the_first_step_allocates() -> None:
-    vectors = make_shards(torch.bfloat16)
-    in_pieces = HostAdamW(torch.device("cpu"), chunk=64)
-    in_pieces.step(vectors, STEPS[0], kernels="required")
+    shards = make_shards(torch.bfloat16)
+    host_adamw = HostAdamW(torch.device("cpu"), chunk=64)
+    host_adamw.step(shards, STEPS[0], kernels="required")
 
     with OperatorRecorder(numel=1) as operators:
-        in_pieces.step(vectors, STEPS[1], kernels="required")
+        host_adamw.step(shards, STEPS[1], kernels="required")
 
     assert set(operators.names) == {"copy_"}
 
 
 def test_host_tensors_are_updated_in_place() -> None:
-    vectors = make_shards(torch.bfloat16)
-    in_pieces = HostAdamW(torch.device("meta"), chunk=64)
+    shards = make_shards(torch.bfloat16)
+    host_adamw = HostAdamW(torch.device("meta"), chunk=64)
 
     with OperatorRecorder(numel=1) as operators:
-        in_pieces.step(vectors, STEPS[0], kernels="required")
+        host_adamw.step(shards, STEPS[0], kernels="required")
 
     assert operators.names == []

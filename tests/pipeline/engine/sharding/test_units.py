@@ -20,6 +20,6 @@ def test_blocks_of_every_family_are_units_and_the_rest_is_root(family: str) -> N
     owned = [param for unit in (*blocks, root) for param in unit.params.values()]
     assert {id(param) for param in owned} == {id(param) for param in model.parameters()}
     assert len(owned) == len({id(param) for param in owned})
-    names = dict(model.named_parameters(remove_duplicate=False))
+    params = dict(model.named_parameters(remove_duplicate=False))
     for unit in (*blocks, root):
-        assert all(names[name] is param for name, param in unit.params.items())
+        assert all(params[name] is param for name, param in unit.params.items())

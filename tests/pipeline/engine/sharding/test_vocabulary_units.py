@@ -66,23 +66,23 @@ def compute_gradients(stage: int, kernels: Any) -> tuple[dict[str, Tensor], list
     engine.backward(compute_loss(engine, 1) + compute_loss(engine, 2))
     gradients = get_gradients(engine)
     assert count_gathered_bytes(engine.zero) == 0
-    table = sum(4 * flat.numel for flat in engine.zero.units[0].flats)
-    return gradients, gathered, table
+    embedding_bytes = sum(4 * flat.numel for flat in engine.zero.units[0].flats)
+    return gradients, gathered, embedding_bytes
 
 
 @pytest.mark.parametrize("kernels", ["auto", "off"])
 def test_gradients_match_stage_0_and_blocks_run_without_the_embedding(kernels: str) -> None:
     expected = run_ranks(compute_gradients, 0, kernels)
 
-    for (plain, _, _), (sharded, gathered, table) in zip(
+    for (plain, _, _), (sharded, gathered, embedding_bytes) in zip(
         expected, run_ranks(compute_gradients, 3, kernels), strict=True
     ):
         assert all(torch.equal(sharded[name], plain[name]) for name in plain)
         assert any(gradient.count_nonzero() for gradient in sharded.values())
-        assert max(gathered) < table
+        assert max(gathered) < embedding_bytes
 
 
-def compute_scores(kernels: Any) -> tuple[Tensor, int]:
+def run_frozen_model(kernels: Any) -> tuple[Tensor, int]:
     config = settings(3, max_norm=None)
     engine = FrozenEngine(make_policy(kernels), config)
     with torch.no_grad():
@@ -96,6 +96,6 @@ def test_frozen_model_matches_plain_model_and_frees_its_weights(kernels: Any) ->
     with torch.no_grad():
         expected = make_policy(kernels)(collate(random_rows((40, 3, 21, 5)))).logprobs
 
-    for logprobs, gathered_bytes in run_ranks(compute_scores, kernels):
+    for logprobs, gathered_bytes in run_ranks(run_frozen_model, kernels):
         assert torch.equal(logprobs, expected)
         assert gathered_bytes == 0

@@ -76,7 +76,7 @@ QUICK = [
 ]
 GRID = QUICK
 
-SPECIALISATIONS: list[Macros] = [
+SPECIALIZATIONS: list[Macros] = [
     cuda_macros(Formats(moments, copy, split))
     for moments in (F32, BF16)
     for copy, split in [(None, True), (None, False), (BF16, False), (F16, False)]

@@ -59,14 +59,14 @@ def option_combinations() -> Iterator[dict[str, Any]]:
         yield {"moments": moments, **kind}
 
 
-def option_id(option: dict[str, Any]) -> str:
-    return ", ".join(str(value).removeprefix("torch.") for value in option.values())
+def option_id(options: dict[str, Any]) -> str:
+    return ", ".join(str(value).removeprefix("torch.") for value in options.values())
 
 
-@pytest.mark.parametrize("option", list(option_combinations()), ids=option_id)
-def test_kernel_and_fallback_match_the_definition_bitwise(option: dict[str, Any]) -> None:
+@pytest.mark.parametrize("options", list(option_combinations()), ids=option_id)
+def test_kernel_and_fallback_match_the_definition_bitwise(options: dict[str, Any]) -> None:
     for numel, beta1 in zip(SIZES, (0.9, 0.3, 0.9, 0.9), strict=True):
-        weights, gradient = make_vectors(numel, **option)
+        weights, gradient = make_vectors(numel, **options)
         step = replace(STEP, betas=(beta1, 0.95))
         results: dict[str, Weights] = {}
         for kernels in ("required", "off"):

@@ -33,18 +33,18 @@ def assert_equal(actual: Sequence[Shard], expected_shards: Sequence[Shard]) -> N
 
 
 @pytest.mark.parametrize(
-    ("step", "betas"),
+    ("number", "betas"),
     [(1, (0.4, 0.5)), (1000, (0.0, 0.95)), (11_585, (0.9, 0.999)), (10_000_000, (0.99, 0.999999))],
 )
 def test_bias_correction_matches_the_reference_bitwise(
-    step: int, betas: tuple[float, float], emulator: Emulator
+    number: int, betas: tuple[float, float], emulator: Emulator
 ) -> None:
     # Computed by repeated squaring, 0.999999^11585 would have a different correction in fp32.
-    numbers = dataclasses.replace(STEP, step=step, betas=betas, lr=1.0)
+    step = dataclasses.replace(STEP, step=number, betas=betas, lr=1.0)
     shards = make_shards(Case(), sizes=(400,))
     expected = [clone(shard) for shard in shards]
 
-    reference_step(expected[0], numbers)
-    step_with_kernel(shards, numbers, emulator)
+    reference_step(expected[0], step)
+    step_with_kernel(shards, step, emulator)
 
     assert_equal(shards, expected)

@@ -30,15 +30,15 @@ def test_bf16_weights_are_rounded_to_nearest_ties_away_from_zero(
     expected = torch.cat([upper + n for n in INCREMENTS.values()]).short().view(BF16)
     values, expected = values[values.isfinite()], expected[values.isfinite()]
     if split:
-        got, low_bits = split_master(values)
-        weights = Weights(got, *torch.zeros(2, len(values)), low_bits=low_bits)
+        rounded, low_bits = split_master(values)
+        weights = Weights(rounded, *torch.zeros(2, len(values)), low_bits=low_bits)
     else:
-        got = torch.zeros(len(values), dtype=BF16)
-        weights = Weights(values, *torch.zeros(2, len(values)), got)
+        rounded = torch.zeros(len(values), dtype=BF16)
+        weights = Weights(values, *torch.zeros(2, len(values)), rounded)
 
     adamw_(weights, torch.zeros(len(values)), NO_DECAY, kernels=kernels)
 
-    assert torch.equal(got, expected)
+    assert torch.equal(rounded, expected)
 
 
 def test_splitting_and_joining_keeps_every_float_but_nan() -> None:

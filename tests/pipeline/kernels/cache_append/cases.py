@@ -35,11 +35,11 @@ class Inputs:
 
     cache: tuple[Tensor, Tensor]
     states: tuple[Tensor, Tensor]
-    positions: Tensor
+    slot_mapping: Tensor
 
     def tensors(self) -> tuple[Tensor, ...]:
         """All of them."""
-        return (*self.cache, *self.states, self.positions)
+        return (*self.cache, *self.states, self.slot_mapping)
 
 
 def make_inputs(case: Case, device: torch.device) -> Inputs:
@@ -54,15 +54,15 @@ def make_inputs(case: Case, device: torch.device) -> Inputs:
     # Keys in the layout of a projection, values in that of a rotation.
     key = numbers(case.tokens, case.heads, case.sizes[0]).transpose(0, 1)
     value = numbers(case.heads, case.tokens, case.sizes[1])
-    positions = torch.randperm(slots * width, generator=generator)[: case.tokens]
-    positions[1:3] = torch.tensor([-1, slots * width])[: len(positions[1:3])]  # in no slot
-    return Inputs((cache[0], cache[1]), (key, value), positions.to(device))
+    slot_mapping = torch.randperm(slots * width, generator=generator)[: case.tokens]
+    slot_mapping[1:3] = torch.tensor([-1, slots * width])[: len(slot_mapping[1:3])]  # in no slot
+    return Inputs((cache[0], cache[1]), (key, value), slot_mapping.to(device))
 
 
 def run(case: Case, inputs: Inputs, gpu: Gpu) -> tuple[Tensor, Tensor]:
     """Run the kernel and return the cache."""
     del case
-    append_(inputs.cache, inputs.states, inputs.positions, gpu=gpu)
+    append_(inputs.cache, inputs.states, inputs.slot_mapping, gpu=gpu)
     return inputs.cache
 
 
@@ -70,7 +70,7 @@ def is_correct(case: Case, inputs: Inputs, out: Sequence[Tensor]) -> bool:
     """Whether the bits are those of the definition."""
     del case
     expected = (inputs.cache[0].clone(), inputs.cache[1].clone())
-    reference_append(expected, inputs.states, inputs.positions)
+    reference_append(expected, inputs.states, inputs.slot_mapping)
     return all(map(torch.equal, out, expected))
 
 
@@ -82,4 +82,4 @@ QUICK = [
 ]
 GRID = QUICK
 
-SPECIALISATIONS: list[Macros] = [MACROS]
+SPECIALIZATIONS: list[Macros] = [MACROS]

@@ -50,11 +50,11 @@ class Inputs:
     query: Tensor
     key: Tensor
     value: Tensor
-    scores: AttentionSpec
+    spec: AttentionSpec
 
     def tensors(self) -> tuple[Tensor, ...]:
         """All of them."""
-        return (self.query, self.key, self.value, self.scores.lengths, self.scores.pages)
+        return (self.query, self.key, self.value, self.spec.lengths, self.spec.pages)
 
 
 def make_inputs(case: Case, device: torch.device) -> Inputs:
@@ -75,13 +75,13 @@ def make_inputs(case: Case, device: torch.device) -> Inputs:
     shape = (case.heads, batch, case.head_size)
     query = torch.randn(shape, generator=generator).to(case.dtype).to(device).transpose(0, 1)
     lengths = torch.tensor(case.lengths, dtype=torch.int32, device=device)
-    scores = AttentionSpec(
+    spec = AttentionSpec(
         lengths=lengths,
         pages=pages.to(device),
         scaling=case.head_size**-0.5,
         sliding_window=case.window,
     )
-    return Inputs(query, cache(), cache(), scores)
+    return Inputs(query, cache(), cache(), spec)
 
 
 def make_pages(lengths: Sequence[int], generator: torch.Generator) -> Tensor:
@@ -97,7 +97,7 @@ def run(case: Case, inputs: Inputs, gpu: Gpu) -> Tensor:
         inputs.query,
         inputs.key,
         inputs.value,
-        inputs.scores,
+        inputs.spec,
         gpu=gpu,
         longest=max(case.lengths),
         num_splits=case.num_splits,
@@ -107,7 +107,7 @@ def run(case: Case, inputs: Inputs, gpu: Gpu) -> Tensor:
 def relative_error(inputs: Inputs, out: Tensor) -> float:
     """The error relative to the norm of the definition in float64; infinite with a NaN."""
     query, key, value = (x.double() for x in (inputs.query, inputs.key, inputs.value))
-    expected = reference_attention(query, key, value, inputs.scores)
+    expected = reference_attention(query, key, value, inputs.spec)
     error = ((out.double() - expected).norm() / expected.norm()).item()
     return error if math.isfinite(error) else math.inf
 
@@ -167,7 +167,7 @@ LARGE = [
 ]
 """Shapes of OPT-1.3B, Llama-3-8B and an eighth of Llama-3-70B, for a GPU."""
 
-SPECIALISATIONS: list[Macros] = [
+SPECIALIZATIONS: list[Macros] = [
     cuda_macros(dtype, HeadGrouping(heads, size, dtype.itemsize))
     for dtype in (BF16, F16, F32)
     for size in sorted(HEAD_SIZES, key=lambda size: size != 128)

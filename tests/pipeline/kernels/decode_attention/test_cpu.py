@@ -21,30 +21,30 @@ F32, BF16 = torch.float32, torch.bfloat16
 
 def make_tensors(case: Case) -> tuple[Tensor, Tensor, Tensor, AttentionSpec]:
     inputs = make_inputs(case, torch.device("cpu"))
-    return inputs.query, inputs.key, inputs.value, inputs.scores
+    return inputs.query, inputs.key, inputs.value, inputs.spec
 
 
 @pytest.mark.parametrize("size", [2, 16, 48, 80, 128, 194, 256])
 @pytest.mark.parametrize("dtype", [F32, BF16])
 def test_attention_is_at_least_as_accurate_as_pytorch(dtype: torch.dtype, size: int) -> None:
-    query, key, value, scores = make_tensors(Case(dtype, size, 4, 2, (1, 40, 700)))
+    query, key, value, spec = make_tensors(Case(dtype, size, 4, 2, (1, 40, 700)))
     assert isinstance(find_kernel(query, key, value), Library)
 
-    out = decode_attention(query, key, value, scores, longest=700)
+    out = decode_attention(query, key, value, spec, longest=700)
 
-    exact = reference_attention(query.double(), key.double(), value.double(), scores)
-    plain = reference_attention(query, key, value, scores)
+    exact = reference_attention(query.double(), key.double(), value.double(), spec)
+    plain = reference_attention(query, key, value, spec)
     allowed = max(1.1 * relative_error(plain, exact), 4 * torch.finfo(dtype).eps)
     assert relative_error(out, exact) < allowed
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 6])
 def test_windows_and_shared_heads_match_the_definition(kv_heads: int) -> None:
-    query, key, value, scores = make_tensors(Case(F32, 64, 6, kv_heads, (3, 30, 600), window=30))
+    query, key, value, spec = make_tensors(Case(F32, 64, 6, kv_heads, (3, 30, 600), window=30))
 
-    out = decode_attention(query, key, value, scores, longest=600)
+    out = decode_attention(query, key, value, spec, longest=600)
 
-    expected = reference_attention(query, key, value, scores)
+    expected = reference_attention(query, key, value, spec)
     torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
 
 

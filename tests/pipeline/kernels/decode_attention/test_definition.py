@@ -19,7 +19,7 @@ def ints(*numbers: int) -> torch.Tensor:
 
 def test_each_sequence_attends_to_its_keys_as_in_pytorch() -> None:
     query, key, value = tensors()
-    scores = AttentionSpec(
+    spec = AttentionSpec(
         lengths=ints(67, 5),
         pages=torch.stack([ints(3, 1), ints(2, 0)]),
         scaling=0.3,
@@ -30,7 +30,7 @@ def test_each_sequence_attends_to_its_keys_as_in_pytorch() -> None:
         pages[3], pages[1] = states[0].split(64, dim=1)
         pages[2], pages[0] = states[1].split(64, dim=1)
 
-    out = decode_attention(query, *stored, scores, longest=67)
+    out = decode_attention(query, *stored, spec, longest=67)
 
     for row, (first, end) in enumerate([(63, 67), (1, 5)]):
         expected = F.scaled_dot_product_attention(

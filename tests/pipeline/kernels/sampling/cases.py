@@ -113,5 +113,5 @@ GRID = [
 No size times a top-p is an integer: the boundary would coincide with a token if all are equal.
 """
 
-SPECIALISATIONS: list[Macros] = [cuda_macros(dtype) for dtype in (BF16, F32, F16)]
+SPECIALIZATIONS: list[Macros] = [cuda_macros(dtype) for dtype in (BF16, F32, F16)]
 """Specializations of the GPU kernel."""
