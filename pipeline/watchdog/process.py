@@ -103,7 +103,7 @@ class Heartbeat(NamedTuple):
     seconds: float
     """Seconds since the process reached this position."""
 
-    num_sent: int
+    sent: int
     """Number of heartbeats sent so far."""
 
     exited: bool = False
@@ -348,7 +348,7 @@ class Watchdog:
                 number=last.number,
                 label=POSITION.wait_reason or str(last),
                 seconds=round(now - self._position_since, 3),
-                num_sent=self._num_heartbeats,
+                sent=self._num_heartbeats,
                 exited=exited,
                 awaited_ranks=POSITION.awaited_ranks if in_stages else (),
             )
@@ -404,10 +404,9 @@ class Watchdog:
 
     def _find_silent(self, heartbeats: dict[int, Heartbeat], now: float) -> Failure | None:
         for rank, heartbeat in heartbeats.items():
-            num_sent, since = self._last_heartbeats.get(rank, (heartbeat.num_sent, now))
-            since = since if num_sent == heartbeat.num_sent else now
-            self._last_heartbeats[rank] = heartbeat.num_sent, since
-            silent_seconds = now - since
+            sent, since = self._last_heartbeats.get(rank, (heartbeat.sent, now))
+            self._last_heartbeats[rank] = heartbeat.sent, since if sent == heartbeat.sent else now
+            silent_seconds = now - self._last_heartbeats[rank][1]
             is_remote = rank not in (self.rank, *self._local_processes)
             if is_remote and silent_seconds >= HEARTBEAT_TIMEOUT_SECONDS and not heartbeat.exited:
                 message = (

@@ -43,10 +43,8 @@ class RunningSum:
     without blocking host or GPU: the sum is copied to the GPU and back, one chunk at a time.
     """
 
-    def __init__(
-        self, allocate: Callable[[], Tensor], copies: GradientCopies | None = None
-    ) -> None:
-        self._allocate, self._copies = allocate, copies
+    def __init__(self, create: Callable[[], Tensor], copies: GradientCopies | None = None) -> None:
+        self._create, self._copies = create, copies
         self._total: Tensor | None = None
         self.is_empty = True
         self.read: torch.cuda.Event | None = None
@@ -56,7 +54,7 @@ class RunningSum:
     def total(self) -> Tensor:
         """The sum; undefined while `is_empty`."""
         if self._total is None:
-            self._total = self._allocate()
+            self._total = self._create()
         return self._total
 
     def add(self, gradient: Tensor) -> None:
@@ -114,8 +112,8 @@ class TreeSum:
     sums. `current` is the sum of the current micro-batch.
     """
 
-    def __init__(self, allocate: Callable[[], Tensor], current: RunningSum) -> None:
-        self._allocate = allocate
+    def __init__(self, create: Callable[[], Tensor], current: RunningSum) -> None:
+        self._create = create
         self._current = current
         self._levels: list[tuple[int, Tensor]] = []
 
@@ -134,7 +132,7 @@ class TreeSum:
         """Return the sum over micro-batches, adding small sums first; zeros if there were none."""
         self.end_micro_batch()
         if not self._levels:
-            return self._allocate().zero_()
+            return self._create().zero_()
         value = self._levels[-1][1]
         for _, larger in reversed(self._levels[:-1]):
             value = larger + value

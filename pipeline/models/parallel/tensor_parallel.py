@@ -201,8 +201,7 @@ def find_mismatch(
             reason = "the sharded output differs"
     except Exception as error:  # noqa: BLE001  # the family's code may raise anything
         reason = f"their code failed ({one_line(error)})"
-    reasons = list(filter(None, group.gather_objects(reason)))
-    return reasons[0] if reasons else None
+    return next(filter(None, group.gather_objects(reason)), None)
 
 
 def _find_different_gradient(full: nn.Module, sharded: nn.Module, group: Group) -> str | None:
