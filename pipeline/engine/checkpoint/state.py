@@ -19,6 +19,7 @@ from pipeline.engine.engine import Engine
 from pipeline.engine.optimizer.trained import TrainedParams
 from pipeline.engine.sharding.flat import FlatParams
 from pipeline.engine.sharding.tensor_parallel import ParamShard, full_shape, get_shard
+from pipeline.kernels.adamw import new_moments
 from pipeline.parallel.group import Group
 from pipeline.system.errors import CheckpointError
 
@@ -231,11 +232,10 @@ def _load_group(
     checkpoint: Checkpoint,
     description: Mapping[str, Any],
 ) -> None:
-    current, dtype = group.named_moments(), group.moment_dtype
-    moments = {
-        kind: current[kind] if kind in current else torch.zeros_like(masters, dtype=dtype)
-        for kind in description["moments"]
-    }
+    current = group.named_moments() or new_moments(masters, group.moment_dtype)
+    for vector in current.values():
+        vector.zero_()  # those on disk outlive a state saved before the first update
+    moments = {kind: current[kind] for kind in description["moments"]}
     for kind, vector in {"weights": masters, **moments}.items():
         read = _make_reader(group.flat, f"{prefix}/{kind}", checkpoint)
         for name, span, elements in group.param_spans():

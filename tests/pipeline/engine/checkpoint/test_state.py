@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pipeline.config import Kernels, LoraConfig, OptimConfig, TrainedModelConfig
-from pipeline.config.model import ZeroConfig
+from pipeline.config.model import OffloadConfig, ZeroConfig
 from pipeline.engine.checkpoint.checkpoint import Checkpoint
 from pipeline.engine.checkpoint.format import Columns
 from pipeline.engine.checkpoint.state import (
@@ -127,6 +127,17 @@ def test_checkpoint_resumes_at_any_stage_on_any_number_of_processes(
         for results in run_ranks(resume_from, str(tmp_path), sources, stages, world_size=world):
             assert len(results) == len(sources) * len(stages)
             assert {name for name, result in results.items() if result != expected} == set()
+
+
+@pytest.mark.parametrize("optimizer", ["none", "nvme"])
+def test_state_before_the_first_step_resets_moments(optimizer: str, tmp_path: Path) -> None:
+    engine = engine_at(3, offload=OffloadConfig(optimizer=optimizer, nvme_path=tmp_path))
+    save(engine, tmp_path)
+    expected = train(engine, range(2)), digest(weights(engine))
+
+    resume(engine, tmp_path)
+
+    assert (train(engine, range(2)), digest(weights(engine))) == expected
 
 
 def make_engine_with_adapters(stage: int) -> Engine:
