@@ -45,19 +45,19 @@ ALL = list(product(("fp32", "bf16", "fp16"), range(4), (True, False)))
 
 
 @pytest.mark.parametrize(
-    ("cases", "all_copies"),
+    ("cases", "copy_counts"),
     [
         pytest.param(SOME[1::2], (2,), id="two"),
         pytest.param(ALL, (2, 4), id="all", marks=pytest.mark.grid),
     ],
 )
 def test_any_number_of_copies_matches_one_copy_bitwise(
-    cases: list[tuple[str, int, bool]], all_copies: tuple[int, ...]
+    cases: list[tuple[str, int, bool]], copy_counts: tuple[int, ...]
 ) -> None:
     expected = run_ranks(train_copies, 1, cases, world_size=4)[0]
 
     assert len({norms[0] for _, norms in expected}) > 1
-    for copies in all_copies:
+    for copies in copy_counts:
         for results in run_ranks(train_copies, copies, cases, world_size=4):
             assert results == expected
 

@@ -12,10 +12,8 @@ from pipeline.kernels.adamw import AdamW, Weights, adamw_, join_master, split_ma
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 STEP = AdamW(lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, step=3, multiplier=0.37)
 
-
 NO_DECAY = replace(STEP, weight_decay=0.0)
 """A step that moves no weight without a gradient."""
-
 
 INCREMENTS = {-1: 0, 0: 0, 1: 0, 0x7FFF: 0, 0x8000: 1, 0x8001: 1}
 """Last 16 bits of an fp32 number, and how many bf16 away from zero it is rounded."""
