@@ -68,8 +68,8 @@ async def _complete(reply: "ChatReply | TextReply") -> dict[str, Any]:
         broker = reply.state.broker
         job = reply.job(streams=False)
         with broker.open(job):
-            async for new in broker.pieces(job):
-                pieces |= {piece.row: piece for piece in new}
+            async for batch in broker.pieces(job):
+                pieces |= {piece.row: piece for piece in batch}
     choices = [
         reply.make_choice(number, pieces.get(number, Piece(number, finish="length")))
         for number in range(reply.num_rows)
@@ -79,8 +79,8 @@ async def _complete(reply: "ChatReply | TextReply") -> dict[str, Any]:
 
 async def _events(reply: "ChatReply | TextReply") -> AsyncGenerator[bytes]:
     """Yield an empty event once the request is admitted, then the events of its stream."""
-    rows = [TextPosition(reply.served, reply.starts_text) for _ in range(reply.num_rows)]
-    seen: dict[int, Piece] = {}
+    positions = [TextPosition(reply.served, reply.starts_text) for _ in range(reply.num_rows)]
+    joined: dict[int, Piece] = {}
     with_usage = {"usage": None} if reply.fields.wants_usage else {}
 
     def chunk(*choices: dict[str, Any]) -> dict[str, Any]:
@@ -92,17 +92,17 @@ async def _events(reply: "ChatReply | TextReply") -> AsyncGenerator[bytes]:
             job = reply.job(streams=True)
             stack.enter_context(broker.open(job))
         yield b""
-        for choice in reply.initial_chunks(rows):
+        for choice in reply.initial_chunks(positions):
             yield format_event(chunk(choice))
         if job is not None:
             async for pieces in broker.pieces(job):
-                parts = b"" if pieces else KEEP_ALIVE
+                events = b"" if pieces else KEEP_ALIVE
                 for piece in pieces:
-                    seen.setdefault(piece.row, Piece(piece.row)).join(piece)
-                    parts += format_event(chunk(reply.make_chunk(rows[piece.row], piece)))
-                yield parts
+                    joined.setdefault(piece.row, Piece(piece.row)).join(piece)
+                    events += format_event(chunk(reply.make_chunk(positions[piece.row], piece)))
+                yield events
     if reply.fields.wants_usage:
-        yield format_event(chunk() | {"usage": count_usage(reply, seen)})
+        yield format_event(chunk() | {"usage": count_usage(reply, joined)})
     yield DONE
 
 
@@ -193,14 +193,14 @@ class Reply:
         sampler = _make_sampler(fields, self.served, self.seed)
         for row, prompt in enumerate(self.prompts):
             check_prompt(self.served, prompt, self.prompt_field)
-            length = self._max_tokens(fields, len(prompt), max_tokens)
+            max_new_tokens = self._max_tokens(fields, len(prompt), max_tokens)
             self.requests.append(
                 [
                     Request(
                         tuple(prompt),
                         sampler,
                         sample_key(row, sample),
-                        max_new_tokens=length,
+                        max_new_tokens=max_new_tokens,
                         num_top=num_top,
                         scope=self.client if config.prefix_reuse == "client" else "",
                     )
@@ -211,22 +211,22 @@ class Reply:
     def _max_tokens(self, fields: SamplingFields, num_prompt: int, max_tokens: int | None) -> int:
         max_length = self.served.context - num_prompt
         default = min(self.state.config.max_tokens_default, max_length)
-        length = default if max_tokens is None else max_tokens
-        if length > max_length:
+        limit = default if max_tokens is None else max_tokens
+        if limit > max_length:
             raise ApiError(
                 400,
-                f"the prompt has {num_prompt} tokens and {length} are requested, but the context"
+                f"the prompt has {num_prompt} tokens and {limit} are requested, but the context"
                 f" of {self.served.name} is {self.served.context}; shorten the prompt or lower"
                 " max_tokens",
                 param="max_tokens",
                 code="context_length_exceeded",
             )
-        if length < 1:
+        if limit < 1:
             raise ApiError(400, "max_tokens must be positive", param="max_tokens")
-        if (fields.min_tokens or 0) > length:
-            message = f"min_tokens must be at most max_tokens, {length}"
+        if (fields.min_tokens or 0) > limit:
+            message = f"min_tokens must be at most max_tokens, {limit}"
             raise ApiError(400, message, param="min_tokens")
-        return length
+        return limit
 
 
 def check_prompt(served: ServedModel, prompt: Sequence[int], param: str, min_room: int = 1) -> None:
@@ -315,22 +315,22 @@ class ChatReply(Reply):
             **self.finish_fields(piece),
         }
 
-    def make_chunk(self, row: "TextPosition", piece: Piece) -> dict[str, Any]:
+    def make_chunk(self, position: "TextPosition", piece: Piece) -> dict[str, Any]:
         """Return the choice for a part of a response, in a stream."""
         return {
             "index": piece.row,
             "delta": {"content": piece.text} if piece.text else {},
-            "logprobs": self._logprobs(row, piece),
+            "logprobs": self._logprobs(position, piece),
             **self.finish_fields(piece),
         }
 
-    def initial_chunks(self, rows: Sequence["TextPosition"]) -> Iterator[dict[str, Any]]:
+    def initial_chunks(self, positions: Sequence["TextPosition"]) -> Iterator[dict[str, Any]]:
         """Yield the first chunks of a stream: the role of each response."""
-        for number in range(len(rows)):
+        for number in range(len(positions)):
             delta = {"role": "assistant", "content": "", "refusal": None}
             yield {"index": number, "delta": delta, "logprobs": None, "finish_reason": None}
 
-    def _logprobs(self, row: "TextPosition", piece: Piece) -> dict[str, Any] | None:
+    def _logprobs(self, position: "TextPosition", piece: Piece) -> dict[str, Any] | None:
         if not self.fields.logprobs:
             return None
         vocab = self.served.token_bytes
@@ -341,10 +341,10 @@ class ChatReply(Reply):
 
         content = [
             {
-                **entry(token, part, report.logprob),
-                "top_logprobs": [entry(other, vocab.get(other), p) for other, p in report.top],
+                **entry(token, part, logprobs.logprob),
+                "top_logprobs": [entry(other, vocab.get(other), p) for other, p in logprobs.top],
             }
-            for token, part, report in row.tokens(piece)
+            for token, part, logprobs in position.tokens(piece)
         ]
         return {"content": content, "refusal": None}
 
@@ -403,40 +403,40 @@ class TextReply(Reply):
             if self.scores:
                 parts = self.served.token_bytes.get_all(self.prompts[index], starts_text=True)
                 tokens += zip(self.prompts[index], parts, self.scores[index], strict=True)
-            row = TextPosition(self.served, self.starts_text)
-            logprobs = self._logprobs(row, [*tokens, *row.tokens(piece)])
+            position = TextPosition(self.served, self.starts_text)
+            logprobs = self._logprobs(position, [*tokens, *position.tokens(piece)])
         return {"index": number, "text": text, "logprobs": logprobs, **self.finish_fields(piece)}
 
-    def make_chunk(self, row: "TextPosition", piece: Piece) -> dict[str, Any]:
+    def make_chunk(self, position: "TextPosition", piece: Piece) -> dict[str, Any]:
         """Return the choice for a part of a response, in a stream."""
         logprobs = None
         if self.fields.logprobs is not None:
-            logprobs = self._logprobs(row, row.tokens(piece))
+            logprobs = self._logprobs(position, position.tokens(piece))
         choice = {"index": piece.row, "text": piece.text, "logprobs": logprobs}
         return choice | self.finish_fields(piece)
 
-    def initial_chunks(self, rows: Sequence["TextPosition"]) -> Iterator[dict[str, Any]]:
+    def initial_chunks(self, positions: Sequence["TextPosition"]) -> Iterator[dict[str, Any]]:
         """Yield the first chunks of a stream: the echoed prompts."""
-        for number, row in enumerate(rows if self.echoes is not None else ()):
+        for number, position in enumerate(positions if self.echoes is not None else ()):
             piece = Piece(number, finish=None if self.requests else "length")
             choice = self.make_choice(number, piece)
-            row.offset = len(choice["text"])
+            position.offset = len(choice["text"])
             yield choice
 
     def _logprobs(
-        self, row: "TextPosition", tokens: Sequence[tuple[int, bytes, TokenLogprobs | None]]
+        self, position: "TextPosition", tokens: Sequence[tuple[int, bytes, TokenLogprobs | None]]
     ) -> dict[str, Any]:
         """Return OpenAI's logprobs object; a prompt's first token has no log-probability."""
         vocab = self.served.token_bytes
-        reports = [report for *_, report in tokens]
+        entries = [entry for *_, entry in tokens]
         return {
             "tokens": [part.decode(errors="replace") or vocab.name(id_) for id_, part, _ in tokens],
-            "token_logprobs": [None if r is None else max(r.logprob, MIN_LOGPROB) for r in reports],
+            "token_logprobs": [None if e is None else max(e.logprob, MIN_LOGPROB) for e in entries],
             "top_logprobs": [
-                None if r is None else {vocab.name(t): max(p, MIN_LOGPROB) for t, p in r.top}
-                for r in reports
+                None if e is None else {vocab.name(t): max(p, MIN_LOGPROB) for t, p in e.top}
+                for e in entries
             ],
-            "text_offset": [row.advance(part) for _, part, _ in tokens],
+            "text_offset": [position.advance(part) for _, part, _ in tokens],
         }
 
 

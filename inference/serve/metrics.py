@@ -20,15 +20,15 @@ class Metrics:
             ["model_name", "by"],
             registry=registry,
         )
-        self.prompt = Counter("vllm:prompt_tokens", "Prompt tokens.", **by_model)
+        self.prompt_tokens = Counter("vllm:prompt_tokens", "Prompt tokens.", **by_model)
         self.queried = Counter(
             "vllm:prefix_cache_queries", "Prompt tokens that were looked up.", **by_model
         )
         self.reused = Counter(
             "vllm:prefix_cache_hits", "Prompt tokens with reused keys and values.", **by_model
         )
-        self.generated = Counter("vllm:generation_tokens", "Response tokens.", **by_model)
-        self.first = Histogram(
+        self.generated_tokens = Counter("vllm:generation_tokens", "Response tokens.", **by_model)
+        self.time_to_first_token = Histogram(
             "vllm:time_to_first_token_seconds", "From slot to token.", buckets=SECONDS, **by_model
         )
         self.time_between_tokens = Histogram(
@@ -42,7 +42,7 @@ class Metrics:
             *("rlhf:requests", "Requests by route and status.", ["route", "status"]),
             registry=registry,
         )
-        self.seconds = Histogram(
+        self.request_seconds = Histogram(
             *("rlhf:request_seconds", "Duration of a request.", ["route"]),
             buckets=SECONDS,
             registry=registry,

@@ -120,8 +120,8 @@ class ServedModel:
 
     def encode_text(self, text: str, *, special: bool = True) -> list[int]:
         """Return a text's token ids; `special` adds special tokens unless it begins with BOS."""
-        begin = self.tokenizer.bos_token
-        special = special and not (begin and text.startswith(str(begin)))
+        bos_token = self.tokenizer.bos_token
+        special = special and not (bos_token and text.startswith(str(bos_token)))
         return list(self.tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])
 
     @torch.inference_mode()
@@ -293,7 +293,7 @@ def load_models(
     Raises:
         UserError: a model does not exist or does not fit in memory.
     """
-    paths = _available(paths)
+    paths = _skip_missing(paths)
     if reward is not None:
         check_ready(reward, reward_model=True)
     plan = plan_memory(paths, reward, config)
@@ -304,14 +304,14 @@ def load_models(
         served_reward = ServedReward("reward", scorer, chat)
     models: dict[str, ServedModel] = {}
     for path in paths:
-        slots, context = plan[path.name]
+        num_slots, context = plan[path.name]
         settings = FrozenModelConfig(path=path.path, precision=config.precision)
         model = load_causal_lm(settings, device=local_device(), seed=path.seed)
         model.requires_grad_(requires_grad=False)
-        cache_bytes = slots * count_pages(context) * page_bytes(model)
+        cache_bytes = num_slots * count_pages(context) * page_bytes(model)
         weights, cache = format_bytes(_num_bytes(model), cache_bytes)
         print_notice(
-            f"{path.name}: {path.path}, {weights} of weights, {slots} slots of"
+            f"{path.name}: {path.path}, {weights} of weights, {num_slots} slots of"
             f" {context:,} tokens ({cache} of keys and values)"
         )
         tokenizer = _load_tokenizer(path)
@@ -322,12 +322,12 @@ def load_models(
             chat=resolve_format(tokenizer, "auto"),
             batch=OpenBatch(
                 model,
-                num_slots=slots,
+                num_slots=num_slots,
                 capacity=context,
                 chunk=config.prefill_chunk or PREFILL_CHUNK[model.device.type],
                 reuse_prefixes=config.prefix_reuse != "off",
             ),
-            num_slots=slots,
+            num_slots=num_slots,
             context=context,
             weights_hash=f"{weights_hash(model):013x}",
             token_bytes=TokenBytes(tokenizer),
@@ -335,7 +335,7 @@ def load_models(
     return models, served_reward
 
 
-def _available(paths: Sequence[ModelPath]) -> list[ModelPath]:
+def _skip_missing(paths: Sequence[ModelPath]) -> list[ModelPath]:
     """Return the models that exist; a run's initial model may be missing on another machine."""
     ready: list[ModelPath] = []
     for path in paths:
@@ -390,10 +390,10 @@ def _plan_slots(
     if config.context is None:  # shorten it rather than fail
         while context > MIN_CONTEXT and count_pages(context) * page_bytes(model) > budget:
             context = max(MIN_CONTEXT, context // 2)
-    slot = count_pages(context) * page_bytes(model)
-    slots = config.slots or max(1, min(DEFAULT_SLOTS, budget // slot))
-    if slots * slot > budget:
-        needed, available = format_bytes(slots * slot, budget)
+    slot_bytes = count_pages(context) * page_bytes(model)
+    slots = config.slots or max(1, min(DEFAULT_SLOTS, budget // slot_bytes))
+    if slots * slot_bytes > budget:
+        needed, available = format_bytes(slots * slot_bytes, budget)
         raise ConfigError(
             f"the keys and values of {name} take {needed} in {slots} slots of {context:,} tokens,"
             f" but only {available} is free; lower --slots or --context, or serve fewer models"

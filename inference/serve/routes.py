@@ -105,24 +105,24 @@ def page_routes() -> list[Route]:
     return routes
 
 
-async def _serve_file(content: bytes, kind: str | None, _: Request) -> Response:
-    return Response(content, media_type=kind, headers={"Cache-Control": "no-cache"})
+async def _serve_file(content: bytes, media_type: str | None, _: Request) -> Response:
+    return Response(content, media_type=media_type, headers={"Cache-Control": "no-cache"})
 
 
 async def models(request: Request) -> Response:
     """`GET /v1/models`: the served models."""
     state = get_state(request)
-    data = [_model(state, served) for served in state.models.values()]
+    data = [_describe_model(state, served) for served in state.models.values()]
     return json_response({"object": "list", "data": data})
 
 
 async def model(request: Request) -> Response:
     """`GET /v1/models/{id}`: one of the served models."""
     state = get_state(request)
-    return json_response(_model(state, state.model(request.path_params["name"])))
+    return json_response(_describe_model(state, state.model(request.path_params["name"])))
 
 
-def _model(state: State, served: ServedModel) -> dict[str, Any]:
+def _describe_model(state: State, served: ServedModel) -> dict[str, Any]:
     return {
         "id": served.name,
         "object": "model",
@@ -223,10 +223,10 @@ async def add_rating(request: Request) -> Response:
     line = rating.model_dump(mode="json")
     line["rater"] = line["rater"] or _key_name(request)
     try:
-        name = await asyncio.to_thread(_ratings(state).add, line)
+        rating_id = await asyncio.to_thread(_ratings(state).add, line)
     except DataError as error:
         raise ApiError(503, str(error)) from None
-    return json_response({"id": name})
+    return json_response({"id": rating_id})
 
 
 async def undo_rating(request: Request) -> Response:
@@ -244,14 +244,14 @@ async def undo_rating(request: Request) -> Response:
 
 async def summary(request: Request) -> Response:
     """`GET /api/ratings/summary`: the number of ratings and the agreement between raters."""
-    file = _ratings(get_state(request))
+    ratings_file = _ratings(get_state(request))
     try:
         statistics = await asyncio.to_thread(
-            lambda: compute_agreement(active_ratings(read_ratings(file.path)))
+            lambda: compute_agreement(active_ratings(read_ratings(ratings_file.path)))
         )
     except (DataError, KeyError, TypeError, IndexError) as error:
-        raise ApiError(503, f"{file.path.name} can't be read: {error}") from None
-    return json_response({"path": file.path.name, **asdict(statistics)})
+        raise ApiError(503, f"{ratings_file.path.name} can't be read: {error}") from None
+    return json_response({"path": ratings_file.path.name, **asdict(statistics)})
 
 
 def _ratings(state: State) -> RatingsFile:

@@ -43,14 +43,14 @@ class AccessControl:
         self._config = state.config
         self._keys = state.keys
         self._metrics = state.metrics
-        self._open = open_paths
+        self._open_paths = open_paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle a request."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        began, status = time.perf_counter(), CLIENT_CLOSED
+        start_time, status = time.perf_counter(), CLIENT_CLOSED
         headers = Headers(scope=scope)
 
         async def send_with_headers(message: Message) -> None:
@@ -65,7 +65,7 @@ class AccessControl:
         except Exception:  # the client already has a response
             logger.exception("a request failed")
         finally:
-            self._log(scope, status, time.perf_counter() - began)
+            self._log(scope, status, time.perf_counter() - start_time)
 
     async def _handle(self, scope: Scope, receive: Receive, send: Send, headers: Headers) -> None:
         try:
@@ -74,7 +74,7 @@ class AccessControl:
             if allowed and scope["method"] == "OPTIONS":
                 await _preflight()(scope, receive, send)
                 return
-            if scope["path"] not in self._open:
+            if scope["path"] not in self._open_paths:
                 scope["key_name"] = self._check_key(headers)
         except ApiError as error:
             await error.response(scope, receive, send)
@@ -101,9 +101,9 @@ class AccessControl:
         origin = headers.get("origin")
         if origin in self._config.cors:
             return True
-        own = f"{scheme}://{headers.get('host', '')}"
+        own_origin = f"{scheme}://{headers.get('host', '')}"
         is_cross_site = headers.get("sec-fetch-site") == "cross-site"
-        is_cross_site |= origin is not None and origin.lower() != own.lower()
+        is_cross_site |= origin is not None and origin.lower() != own_origin.lower()
         if method not in SAFE_METHODS and is_cross_site:
             raise ApiError(
                 403, "the request comes from another page; start the server with --cors ORIGIN"
@@ -139,7 +139,7 @@ class AccessControl:
     def _log(self, scope: Scope, status: int, seconds: float) -> None:
         route = getattr(scope.get("route"), "path", "other")
         self._metrics.requests.labels(route, str(status)).inc()
-        self._metrics.seconds.labels(route).observe(seconds)
+        self._metrics.request_seconds.labels(route).observe(seconds)
         if not self._config.log_requests or route == "/health":
             return
         client = scope.get("key_name") or (scope.get("client") or ("?",))[0]

@@ -144,8 +144,8 @@ class Server(uvicorn.Server):
             self._drain_task = asyncio.get_running_loop().create_task(self._drain_and_stop())
 
     async def _drain_and_stop(self) -> None:
-        end = time.monotonic() + self.state.config.drain_seconds
-        while self.state.broker.num_open and time.monotonic() < end:
+        deadline = time.monotonic() + self.state.config.drain_seconds
+        while self.state.broker.num_open and time.monotonic() < deadline:
             await asyncio.sleep(0.05)
         if self.state.broker.num_open:
             logger.warning("aborting %d requests", self.state.broker.num_open)

@@ -33,7 +33,7 @@ class Broker:
         self.worker: Worker | None = None
         """The generation thread; no request is admitted without it."""
         self._jobs: set[Job] = set()
-        self._calls = 0
+        self._num_calls = 0
         self.draining = False
         """Whether the server has stopped admitting requests."""
         self.failure: BaseException | None = None
@@ -47,7 +47,7 @@ class Broker:
     @property
     def num_open(self) -> int:
         """Number of requests that have not ended."""
-        return len(self._jobs) + self._calls
+        return len(self._jobs) + self._num_calls
 
     @contextmanager
     def open(self, job: Job) -> Iterator[None]:
@@ -72,19 +72,19 @@ class Broker:
             ApiError: the job waits too long for a slot or takes too long, or a response fails.
         """
         num_unfinished = job.num_rows
-        began = time.monotonic()
+        start_time = time.monotonic()
         while num_unfinished:
-            pieces = await self._next_pieces(job, began)
+            pieces = await self._next_pieces(job, start_time)
             for piece in pieces:
                 if piece.error is not None:
                     raise ApiError(500, piece.error)
                 num_unfinished -= piece.finish is not None
             yield pieces
 
-    async def _next_pieces(self, job: Job, began: float) -> list[Piece]:
-        config, since = self._config, time.monotonic()
-        while time.monotonic() - since < COMMENT_SECONDS:
-            seconds = time.monotonic() - began
+    async def _next_pieces(self, job: Job, start_time: float) -> list[Piece]:
+        config, wait_start = self._config, time.monotonic()
+        while time.monotonic() - wait_start < COMMENT_SECONDS:
+            seconds = time.monotonic() - start_time
             limit = config.request_seconds if job.started else config.queue_seconds
             limit = min(limit, config.request_seconds)
             if seconds >= limit and job.started:
@@ -107,7 +107,7 @@ class Broker:
             ApiError: the server doesn't admit the call now, or the call takes too long.
         """
         worker = self._admit(0)
-        self._calls += 1
+        self._num_calls += 1
         future = worker.call(function)
         try:
             async with asyncio.timeout(self._config.request_seconds):
@@ -116,7 +116,7 @@ class Broker:
             seconds = self._config.request_seconds
             raise ApiError(504, f"the request took longer than {seconds:g} seconds") from None
         finally:
-            self._calls -= 1
+            self._num_calls -= 1
             future.cancel()
 
     def _admit(self, num_tokens: int) -> Worker:
@@ -125,10 +125,10 @@ class Broker:
         if self.worker is None or self.draining:
             why = "the server is shutting down" if self.draining else "the models are being loaded"
             raise ApiError(503, f"{why}; try again later")
-        waiting = sum(not job.started for job in self._jobs) + self._calls
-        tokens = sum(job.num_prompt_tokens for job in self._jobs)
-        if waiting >= self._config.queue or tokens + num_tokens > MAX_QUEUED_TOKENS:
-            raise ApiError(429, f"the queue is full ({waiting} requests); try again later")
+        num_waiting = sum(not job.started for job in self._jobs) + self._num_calls
+        queued_tokens = sum(job.num_prompt_tokens for job in self._jobs)
+        if num_waiting >= self._config.queue or queued_tokens + num_tokens > MAX_QUEUED_TOKENS:
+            raise ApiError(429, f"the queue is full ({num_waiting} requests); try again later")
         return self.worker
 
 

@@ -89,11 +89,11 @@ class Job:
 
     def put(self, piece: Piece) -> None:
         """Add a piece; unread pieces of a response are joined."""
-        waiting = self._pieces.get(piece.row)
-        if waiting is None:
+        unread = self._pieces.get(piece.row)
+        if unread is None:
             self._pieces[piece.row] = piece
         else:
-            waiting.join(piece)
+            unread.join(piece)
         self._ready.set()
 
     async def take(self) -> list[Piece]:
@@ -107,11 +107,11 @@ class Job:
 class ResponseState:
     """One response of a job."""
 
-    def __init__(self, job: Job, number: int, served: ServedModel) -> None:
+    def __init__(self, job: Job, row: int, served: ServedModel) -> None:
         self.job = job
         self._text = ResponseText(served.token_bytes, job.stops, starts_text=not job.continues)
-        self._piece = Piece(number)
-        self.began, self.newest = time.perf_counter(), 0.0
+        self._piece = Piece(row)
+        self.submitted_at, self.newest_at = time.perf_counter(), 0.0
         """Times of its submission and its newest token, for the metrics."""
 
     @property
@@ -124,7 +124,7 @@ class ResponseState:
         if self.stopped:
             return None
         self._piece.ids.append(event.id)
-        if not self.newest:
+        if not self.newest_at:
             self._piece.num_reused = event.ticket.num_reused
         if event.id in event.ticket.sampler.stop_ids:
             return None
@@ -184,7 +184,7 @@ class Worker:
         """Jobs with the indices of their prompts that have no slot, by model, oldest first."""
         self._last_turns: dict[str, int] = {}
         """The last turn in which each client got a slot."""
-        self._rows: dict[Ticket, ResponseState] = {}
+        self._active: dict[Ticket, ResponseState] = {}
         self._jobs: set[Job] = set()
         self._thread = threading.Thread(target=self._run, name="generation", daemon=True)
 
@@ -222,7 +222,7 @@ class Worker:
     @property
     def is_idle(self) -> bool:
         """Whether no job or call waits or runs."""
-        return not (self._submitted or self._cancelled or self._calls or self._rows or self._jobs)
+        return not (self._submitted or self._cancelled or self._calls or self._active or self._jobs)
 
     def _run(self) -> None:
         try:
@@ -260,7 +260,7 @@ class Worker:
             self._call_on_loop(_deliver, pieces)
 
     def _update_gauges(self, busy: Sequence[ServedModel]) -> None:
-        running = Counter(row.job.model for row in self._rows.values())
+        running = Counter(response.job.model for response in self._active.values())
         for name, queue in self._waiting.items():
             self._metrics.running.labels(name).set(running[name])
             self._metrics.waiting.labels(name).set(len(queue))
@@ -274,7 +274,7 @@ class Worker:
         queue = self._waiting[served.name]
         running = 0
         if queue:
-            running = sum(row.job.model == served.name for row in self._rows.values())
+            running = sum(response.job.model == served.name for response in self._active.values())
         while queue and running < served.num_slots:
             job, number = min(queue, key=lambda item: self._last_turns.get(item[0].client, -1))
             queue.remove((job, number))
@@ -284,7 +284,7 @@ class Worker:
             first = sum(map(len, job.prompts[:number]))
             for row, request in enumerate(requests, start=first):
                 ticket = served.batch.submit(request)
-                self._rows[ticket] = ResponseState(job, row, served)
+                self._active[ticket] = ResponseState(job, row, served)
                 job.tickets.add(ticket)
             running += len(requests)
         if not any(self._waiting.values()):
@@ -303,51 +303,51 @@ class Worker:
     def _decode(self, served: ServedModel, pieces: list[tuple[Job, Piece]]) -> None:
         now = time.perf_counter()
         for event in served.batch.step():
-            row = self._rows[event.ticket]
+            response = self._active[event.ticket]
             if isinstance(event, TokenEvent):
-                piece = self._handle_token(row, event)
-                self._count_token(row, event.ticket, now)
-                if row.stopped or (piece is not None and piece.error is not None):
+                piece = self._handle_token(response, event)
+                self._count_token(response, event.ticket, now)
+                if response.stopped or (piece is not None and piece.error is not None):
                     served.batch.cancel(event.ticket)
             else:
-                piece = self._handle_end(row, event)
-            if piece is not None and row.job in self._jobs:
-                pieces.append((row.job, piece))
+                piece = self._handle_end(response, event)
+            if piece is not None and response.job in self._jobs:
+                pieces.append((response.job, piece))
             if isinstance(event, EndEvent):
-                row.job.tickets.discard(event.ticket)
-                row.job.num_unfinished -= 1
-                if not row.job.num_unfinished:
-                    self._jobs.discard(row.job)
+                response.job.tickets.discard(event.ticket)
+                response.job.num_unfinished -= 1
+                if not response.job.num_unfinished:
+                    self._jobs.discard(response.job)
 
-    def _count_token(self, row: ResponseState, ticket: Ticket, now: float) -> None:
-        name, metrics = row.job.model, self._metrics
-        metrics.generated.labels(name).inc()
-        if row.newest:
-            metrics.time_between_tokens.labels(name).observe(now - row.newest)
+    def _count_token(self, response: ResponseState, ticket: Ticket, now: float) -> None:
+        name, metrics = response.job.model, self._metrics
+        metrics.generated_tokens.labels(name).inc()
+        if response.newest_at:
+            metrics.time_between_tokens.labels(name).observe(now - response.newest_at)
         else:
-            metrics.prompt.labels(name).inc(len(ticket.request.prompt))
+            metrics.prompt_tokens.labels(name).inc(len(ticket.request.prompt))
             metrics.queried.labels(name).inc(len(ticket.request.prompt))
             metrics.reused.labels(name).inc(ticket.num_reused)
-            metrics.first.labels(name).observe(now - row.began)
-        row.newest = now
+            metrics.time_to_first_token.labels(name).observe(now - response.submitted_at)
+        response.newest_at = now
 
-    def _handle_token(self, row: ResponseState, event: TokenEvent) -> Piece | None:
+    def _handle_token(self, response: ResponseState, event: TokenEvent) -> Piece | None:
         """Return the piece that a token completes; a tokenizer error ends only its response."""
         try:
-            return row.add_token(event)
+            return response.add_token(event)
         except Exception:
             logger.exception("token %d can't be decoded", event.id)
-            return row.fail()
+            return response.fail()
 
-    def _handle_end(self, row: ResponseState, event: EndEvent) -> Piece | None:
-        del self._rows[event.ticket]
+    def _handle_end(self, response: ResponseState, event: EndEvent) -> Piece | None:
+        del self._active[event.ticket]
         if event.error is not None:
             notes = getattr(event.error, "__notes__", ())
             logger.error("failed to generate a response: %s", "\n".join(notes) or event.error)
-        is_stopped = event.reason == "cancelled" and row.stopped
+        is_stopped = event.reason == "cancelled" and response.stopped
         reason = "stop" if is_stopped else event.reason
-        self._metrics.ended.labels(row.job.model, reason).inc()
-        return row.finish(event)
+        self._metrics.ended.labels(response.job.model, reason).inc()
+        return response.finish(event)
 
     def _call_on_loop(self, function: Callable[..., None], *arguments: object) -> None:
         try:

@@ -90,16 +90,16 @@ def test_responses_stop_when_their_client_disconnects(server: LiveServer, *, str
     )
     worker = server.server._worker
     assert worker is not None
-    assert wait_until(lambda: len(worker._rows) == 3)
-    rows = list(worker._rows)
+    assert wait_until(lambda: len(worker._active) == 3)
+    tickets = list(worker._active)
 
     with server.paused():
         connection.close()
         assert wait_until(lambda: server.state.broker.num_open == 0)
-        lengths = [len(ticket.response.ids) for ticket in rows]
+        lengths = [len(ticket.response.ids) for ticket in tickets]
 
     assert wait_until(server.is_idle)
-    assert [len(ticket.response.ids) for ticket in rows] == lengths
+    assert [len(ticket.response.ids) for ticket in tickets] == lengths
 
 
 def test_shutdown_finishes_running_and_rejects_new_requests() -> None:
@@ -131,7 +131,7 @@ def test_requests_time_out_in_the_queue_and_while_running() -> None:
             queued, scored = post(server, CHAT, chat()), post(server, COMPLETIONS, ECHO)
         connection = server.connect()
         connection.sendall(request_bytes(CHAT, chat(max_tokens=200, min_tokens=200)))
-        assert wait_until(lambda: server.server._worker._rows)
+        assert wait_until(lambda: server.server._worker._active)
         with server.paused():
             running = receive(connection)
         connection.close()
