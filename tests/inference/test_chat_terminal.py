@@ -98,14 +98,14 @@ def chat(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chat]:
     terminal.close()
 
 
-def test_ctrl_c_stops_the_answer_and_keeps_the_dialogue(chat: Chat, tmp_path: Path) -> None:
+def test_ctrl_c_stops_the_response_and_keeps_the_dialogue(chat: Chat, tmp_path: Path) -> None:
     chat.start_dialogue(length=110)  # two such answers fit in the model's context
     chat.type("Hi\n")
     chat.read_until("Model: ")
     chat.type(CTRL_C)
-    answer = chat.read_until(PROMPT)
+    response = chat.read_until(PROMPT)
 
     messages = chat.messages(tmp_path / "saved.json")
 
-    assert "[stopped]" in answer
+    assert "[stopped]" in response
     assert [text for role, text in messages if role == "user"] == ["Hi"]

@@ -15,7 +15,7 @@ def test_streamed_pieces_join_to_the_generated_response(make_conversation: Conve
     conversation.messages = [Message("user", "Hi"), Message("assistant", "Hello.")]
     pieces: list[str] = []
 
-    answer = conversation.respond("What is 3 plus 4?", pieces.append)
+    result = conversation.respond("What is 3 plus 4?", pieces.append)
 
     dialogue = [*conversation.messages[:2], Message("user", "What is 3 plus 4?")]
     (response,) = generate(
@@ -28,8 +28,8 @@ def test_streamed_pieces_join_to_the_generated_response(make_conversation: Conve
     )
     text = conversation.tokenizer.decode(response.ids, skip_special_tokens=True)
     assert "".join(pieces) == text
-    assert answer.text == text.strip()
-    assert conversation.messages == [*dialogue, Message("assistant", answer.text)]
+    assert result.text == text.strip()
+    assert conversation.messages == [*dialogue, Message("assistant", result.text)]
 
 
 def test_long_dialogue_drops_its_oldest_turns(make_conversation: Converse) -> None:
@@ -37,10 +37,10 @@ def test_long_dialogue_drops_its_oldest_turns(make_conversation: Converse) -> No
     conversation.reset("Be brief.")
     assert context_length(conversation.model) == 256
 
-    answers = [conversation.respond("tell me " * 12, lambda _: None) for _ in range(6)]
+    results = [conversation.respond("tell me " * 12, lambda _: None) for _ in range(6)]
 
-    assert answers[0].num_dropped == 0
-    assert answers[-1].num_dropped > 0
-    assert answers[-1].num_dropped % 2 == 0
+    assert results[0].num_dropped == 0
+    assert results[-1].num_dropped > 0
+    assert results[-1].num_dropped % 2 == 0
     assert len(conversation.messages) == 13
     assert conversation.system == "Be brief."

@@ -84,8 +84,8 @@ def assert_equal_up_to_ties(
     if differences:
         first = differences[0]
         logits = model(torch.tensor([prompt + actual[:first]])).logits[0, -1]
-        step = torch.finfo(logits.dtype).eps * logits.abs().max()
-        assert (logits[actual[first]] - logits[expected[first]]).abs() <= 4 * step
+        rounding = torch.finfo(logits.dtype).eps * logits.abs().max()
+        assert (logits[actual[first]] - logits[expected[first]]).abs() <= 4 * rounding
 
 
 @pytest.mark.parametrize("family", FAMILIES)

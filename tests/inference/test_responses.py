@@ -31,7 +31,7 @@ def read_rows(path: Path) -> list[dict[str, list]]:
 
 
 @pytest.fixture
-def responder(embedded: tuple) -> Callable[..., Responder]:
+def make_responder(embedded: tuple) -> Callable[..., Responder]:
     """A factory of responders with the embedded model."""
 
     def make(*, temperature: float = 0.0, **settings: object) -> Responder:
@@ -52,10 +52,10 @@ def test_command_writes_responses_in_input_order(tmp_path: Path) -> None:
         {"role": "assistant", "content": "Hello!"},
         {"role": "user", "content": "Bye"},
     ]
-    prompts = write_rows(tmp_path / "in.jsonl", [{"prompt": "Hi"}, {"messages": dialogue}])
+    path = write_rows(tmp_path / "in.jsonl", [{"prompt": "Hi"}, {"messages": dialogue}])
     out = tmp_path / "new" / "out.jsonl"
 
-    main(["--path", "embedded", "--prompts", str(prompts), "--out", str(out),
+    main(["--path", "embedded", "--prompts", str(path), "--out", str(out),
           "--max-new-tokens", "5", "--samples", "2", "--temperature", "1"])  # fmt: skip
 
     rows = read_rows(out)
@@ -70,11 +70,11 @@ def test_command_writes_responses_in_input_order(tmp_path: Path) -> None:
 
 
 def test_weights_have_the_requested_precision(tmp_path: Path) -> None:
-    prompts = write_rows(tmp_path / "in.jsonl", [{"prompt": "Hi"}])
+    path = write_rows(tmp_path / "in.jsonl", [{"prompt": "Hi"}])
     logprobs: list[list[float]] = []
     for precision in ("fp32", "bf16"):
         out = tmp_path / f"{precision}.jsonl"
-        main(["--path", "embedded", "--prompts", str(prompts), "--out", str(out),
+        main(["--path", "embedded", "--prompts", str(path), "--out", str(out),
               "--max-new-tokens", "1", "--precision", precision])  # fmt: skip
         logprobs += read_rows(out)[0]["logprobs"]
 
@@ -95,17 +95,17 @@ def test_messages_are_parsed_like_training_rows(tmp_path: Path) -> None:
 
 
 def test_killed_run_resumes_after_its_last_complete_line(
-    tmp_path: Path, responder: Callable[..., Responder], prompts: list[Prompt]
+    tmp_path: Path, make_responder: Callable[..., Responder], prompts: list[Prompt]
 ) -> None:
-    sampler = responder(temperature=1.0)
+    responder = make_responder(temperature=1.0)
     full, resumed = tmp_path / "whole.jsonl", tmp_path / "resumed.jsonl"
-    write_responses(sampler, prompts, full, model_path="embedded", batch_size=2)
+    write_responses(responder, prompts, full, model_path="embedded", batch_size=2)
     first, second, third, *_ = full.read_bytes().splitlines(keepends=True)
     marked = first.replace(b'"prompt"', b'"kept": true, "prompt"')
-    partial = tmp_path / f"resumed.jsonl.{sampler.fingerprint(prompts, 'embedded')}.partial"
+    partial = tmp_path / f"resumed.jsonl.{responder.fingerprint(prompts, 'embedded')}.partial"
     partial.write_bytes(marked + second + third[:20])
 
-    write_responses(sampler, prompts, resumed, model_path="embedded", batch_size=2)
+    write_responses(responder, prompts, resumed, model_path="embedded", batch_size=2)
 
     expected, actual = read_rows(full), read_rows(resumed)
     assert actual[0].pop("kept")
@@ -117,12 +117,12 @@ def test_killed_run_resumes_after_its_last_complete_line(
 
 
 def test_generation_stops_at_a_stop_string(
-    responder: Callable[..., Responder], prompts: list[Prompt], monkeypatch: pytest.MonkeyPatch
+    make_responder: Callable[..., Responder], prompts: list[Prompt], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain = responder()
+    plain = make_responder()
     token_ids = plain.encode(prompts[0])
     ((full,),) = plain.responses([token_ids], first_row=0, batch_size=1)
-    stopping = responder(stop_strings=[full.text[2:4]])
+    stopping = make_responder(stop_strings=[full.text[2:4]])
     lengths: list[int] = []
     finish = stopping.finish
 
@@ -141,14 +141,14 @@ def test_generation_stops_at_a_stop_string(
     ("raw", "full_text", "stopped_text"), [(True, " ab  cd ", " ab "), (False, "ab  cd", "ab")]
 )
 def test_chat_text_is_stripped_and_raw_text_is_not(
-    responder: Callable[..., Responder], raw: bool, full_text: str, stopped_text: str
+    make_responder: Callable[..., Responder], raw: bool, full_text: str, stopped_text: str
 ) -> None:
-    ids = responder().tokenizer(" ab  cd ", add_special_tokens=False)["input_ids"]
+    ids = make_responder().tokenizer(" ab  cd ", add_special_tokens=False)["input_ids"]
     for stopped, stop in ((True, "eos"), (False, "length")):
         response = Response([*ids, 2], [0.0] * (len(ids) + 1), stopped=stopped)
-        assert responder(raw=raw).finish([1], response).text == full_text
-        assert responder(raw=raw).finish([1], response).stop == stop
-    cut_response = responder(raw=raw, stop_strings=["d", " cd"]).finish([1], response)
+        assert make_responder(raw=raw).finish([1], response).text == full_text
+        assert make_responder(raw=raw).finish([1], response).stop == stop
+    cut_response = make_responder(raw=raw, stop_strings=["d", " cd"]).finish([1], response)
     assert (cut_response.text, cut_response.stop) == (stopped_text, "stop_string")
     assert len(cut_response.token_ids) == len(cut_response.logprobs) < len(ids)
 
@@ -167,10 +167,10 @@ def test_response_ends_where_transformers_generate_ends(
     save_embedded(tmp_path)
     settings = Sampling(max_new_tokens=10, temperature=0.0)
     ids = Responder(*load_for_inference(tmp_path), settings, raw=raw).encode(prompts[0])
-    end = transformers_greedy(tmp_path, ids)[len(ids) + 4]  # this ends nothing by default
+    end_id = transformers_greedy(tmp_path, ids)[len(ids) + 4]  # this ends nothing by default
     if file == "config.json":
         (tmp_path / "generation_config.json").unlink()
-    stored = json.loads((tmp_path / file).read_text()) | {"eos_token_id": [2, end]}
+    stored = json.loads((tmp_path / file).read_text()) | {"eos_token_id": [2, end_id]}
     (tmp_path / file).write_text(json.dumps(stored))
 
     responder = Responder(*load_for_inference(tmp_path), settings, raw=raw)

@@ -65,7 +65,7 @@ def make_model(family: str, changes: dict[str, Any]) -> PreTrainedModel:
     return model
 
 
-def greedy(model: PreTrainedModel, prompts: list[list[int]]) -> list[list[int]]:
+def generate_greedy(model: PreTrainedModel, prompts: list[list[int]]) -> list[list[int]]:
     responses = generate(
         model, prompts, max_new_tokens=6, temperature=0.0, stop_ids=[2], seed=0, batch_size=2
     )
@@ -79,7 +79,8 @@ def run_variants(size: int) -> dict[str, tuple[Tensor, list[list[int]], int]]:
     for name, (family, changes) in VARIANTS.items():
         model = make_replica(make_model(family, changes), size)
         num_bytes = sum(param.nbytes for param in model.parameters())
-        outputs[name] = (model(input_ids=IDS).logits, greedy(model, PROMPTS[rank()]), num_bytes)
+        responses = generate_greedy(model, PROMPTS[rank()])
+        outputs[name] = (model(input_ids=IDS).logits, responses, num_bytes)
     return outputs
 
 
@@ -94,7 +95,7 @@ def test_tensor_parallel_outputs_match_one_process() -> None:
         num_bytes = sum(param.nbytes for param in model.parameters())
         for index, outputs in enumerate(by_rank):
             torch.testing.assert_close(outputs[name][0], logits, rtol=1e-5, atol=5e-5, msg=name)
-            assert outputs[name][1] == greedy(model, PROMPTS[index]), name
+            assert outputs[name][1] == generate_greedy(model, PROMPTS[index]), name
             assert outputs[name][2] < 0.8 * num_bytes, name
         assert torch.equal(by_rank[0][name][0], by_rank[1][name][0]), name
 
@@ -163,20 +164,20 @@ def test_unshardable_model_is_rejected(
 def generate_own() -> dict[str, Any]:
     """Lengths of this rank's responses, and its number of key heads."""
     model = make_replica(make_model("llama", {}), 2)
-    finished = generate_each(
+    completions = generate_each(
         model,
         PROMPTS[rank()],
         Sampler(temperature=0.0, seed=0),
         max_new_tokens=9,
         cache_bytes=10**5 * (rank() + 1),
     )
-    answers = {item.index: len(item.response.ids) for item in finished}
-    return {"answers": answers, "kv_heads": get_local_kv_heads(model)}
+    lengths = {completion.index: len(completion.response.ids) for completion in completions}
+    return {"lengths": lengths, "kv_heads": get_local_kv_heads(model)}
 
 
 def test_each_rank_gets_the_responses_to_its_prompts() -> None:
     for prompts, result in zip(PROMPTS, run_ranks(generate_own), strict=True):
-        assert result == {"answers": dict.fromkeys(range(len(prompts)), 9), "kv_heads": 1}
+        assert result == {"lengths": dict.fromkeys(range(len(prompts)), 9), "kv_heads": 1}
 
 
 def make_trained(family: str, lora: LoraConfig | None, precision: str) -> nn.Module:
@@ -197,8 +198,8 @@ def run_replica(trained: nn.Module, *, shares: bool, stages: Group) -> list[Any]
     for _ in range(2):
         assert all(param.isnan().all() for param in replica.model.parameters())
         replica.load(UnshardedWeights(trained))
-        answers = greedy(replica.model, PROMPTS[0])
-        outputs.append((replica.model(input_ids=IDS).logits, answers, replica.weights_hash()))
+        responses = generate_greedy(replica.model, PROMPTS[0])
+        outputs.append((replica.model(input_ids=IDS).logits, responses, replica.weights_hash()))
         for param in trained.parameters():
             param.data *= 1.25
         replica.release()

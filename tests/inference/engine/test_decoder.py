@@ -38,7 +38,7 @@ def generate_responses(
     model: PreTrainedModel, *, slots: int = 8, new_tokens: int = 12
 ) -> tuple[list[Response], PassCounts]:
     passes = PassCounts()
-    finished = generate_each(
+    completions = generate_each(
         model,
         PROMPTS,
         Sampler(temperature=1.0, seed=3),
@@ -46,7 +46,7 @@ def generate_responses(
         batch_size=slots,
         passes=passes,
     )
-    return [f.response for f in sorted(finished, key=lambda f: f.index)], passes
+    return [f.response for f in sorted(completions, key=lambda f: f.index)], passes
 
 
 def with_hook(model: PreTrainedModel) -> PreTrainedModel:
@@ -109,7 +109,7 @@ def test_verified_trace_serves_the_remaining_sequences(
         lambda modules, count: row_counts.append(count) or traced_rows(modules, count),
     )
 
-    finished = generate_each(
+    completions = generate_each(
         model,
         (PROMPTS * 6)[:32],
         Sampler(temperature=1.0, seed=3),
@@ -117,7 +117,7 @@ def test_verified_trace_serves_the_remaining_sequences(
         stop_when=lambda index, ids: len(ids) == 8 + index,
     )
 
-    assert len(list(finished)) == 32
+    assert len(list(completions)) == 32
     assert row_counts[:2] == [32, 4]  # 32 rows are used for 8 to 31 sequences
 
 
@@ -152,8 +152,8 @@ def test_sequences_that_end_during_a_pass_change_no_other(
     prompts = [*PROMPTS * 8, *([token] * 240 for token in range(20, 26))]  # a graph has 256 tokens
 
     def sample() -> list[Response]:
-        finished = generate_each(model, prompts, sampler, max_new_tokens=40, batch_size=16)
-        return [f.response for f in sorted(finished, key=lambda f: f.index)]
+        completions = generate_each(model, prompts, sampler, max_new_tokens=40, batch_size=16)
+        return [f.response for f in sorted(completions, key=lambda f: f.index)]
 
     with monkeypatch.context() as patch:
         patch.setattr(slots, "Decoder", partial(Decoder, capture=capture_trace))

@@ -80,15 +80,15 @@ def test_responses_continue_in_half_the_slots_when_memory_runs_out(
     family: str, tmp_path: Path
 ) -> None:
     model = load(family, tmp_path)
-    expected = open_batch(model, slots=8)
-    tickets = [expected.submit(make_request(number)) for number in range(8)]
-    finish(expected)
-    slots: list[int] = []
+    uninterrupted = open_batch(model, slots=8)
+    expected = [uninterrupted.submit(make_request(number)) for number in range(8)]
+    finish(uninterrupted)
+    counts: list[int] = []
 
     def fail_late(_: nn.Module, __: tuple, kwargs: dict) -> None:
         cache, rows = kwargs[cache_name(model)], len(kwargs["input_ids"])
-        slots.append(getattr(cache, "num_pages", rows + 1) - 1)  # the first page is for padding
-        if len(slots) > 5 and slots[-1] > 3:
+        counts.append(getattr(cache, "num_pages", rows + 1) - 1)  # the first page is for padding
+        if len(counts) > 5 and counts[-1] > 3:
             raise MemoryError("no room")
 
     model.register_forward_pre_hook(fail_late, with_kwargs=True)
@@ -97,8 +97,8 @@ def test_responses_continue_in_half_the_slots_when_memory_runs_out(
 
     events = finish(batch)
 
-    assert [*dict.fromkeys(slots)][:3] == [8, 4, 2]
-    assert [t.response.ids for t in resumed] == [t.response.ids for t in tickets]
+    assert [*dict.fromkeys(counts)][:3] == [8, 4, 2]
+    assert [t.response.ids for t in resumed] == [t.response.ids for t in expected]
     for ticket in resumed:
         streamed = [e.id for e in events if isinstance(e, TokenEvent) and e.ticket is ticket]
         assert streamed == ticket.response.ids

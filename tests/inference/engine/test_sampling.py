@@ -38,12 +38,12 @@ def test_inverse_transform_is_accurate_for_large_vocabularies(vocabulary: int) -
 
     tokens = inverse_transform(weights, points)
 
-    after = weights.double().cumsum(dim=-1)
-    shares = points * after[:, -1]
+    cumulative = weights.double().cumsum(dim=-1)
+    thresholds = points * cumulative[:, -1]
     rows = torch.arange(100)
-    passed = after[rows, tokens]
-    assert (passed >= shares - 1e-6).all()
-    assert (passed - weights[rows, tokens] <= shares + 1e-6).all()
+    reached = cumulative[rows, tokens]
+    assert (reached >= thresholds - 1e-6).all()
+    assert (reached - weights[rows, tokens] <= thresholds + 1e-6).all()
     assert (weights[rows, tokens] > 0).all()
 
 

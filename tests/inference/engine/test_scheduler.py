@@ -72,7 +72,7 @@ def test_prefill_of_512_prompts_over_64_slots_takes_at_most_80_passes(
 ) -> None:
     prompts = [(5 + row // 90, 5 + row % 90, 7, 8) for row in range(512)]
     passes = PassCounts()
-    finished = generate_each(
+    completions = generate_each(
         model,
         prompts,
         Sampler(temperature=0.0, seed=0),
@@ -82,7 +82,7 @@ def test_prefill_of_512_prompts_over_64_slots_takes_at_most_80_passes(
         passes=passes,
     )
 
-    assert len(list(finished)) == 512
+    assert len(list(completions)) == 512
     assert passes.prefill <= 80
 
 

@@ -227,8 +227,8 @@ def make_client(server: LiveServer) -> Any:
     return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
 
 
-def stream_events(answer: HttpResponse) -> list[dict[str, Any]]:
+def stream_events(response: HttpResponse) -> list[dict[str, Any]]:
     """The objects of a stream, which must end with [DONE]."""
-    *parts, last, rest = answer.body.decode().split("\n\n")
+    *parts, last, rest = response.body.decode().split("\n\n")
     assert (last, rest) == ("data: [DONE]", "")
     return [json.loads(part.removeprefix("data: ")) for part in parts if part.startswith("data: ")]

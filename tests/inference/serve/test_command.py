@@ -166,17 +166,17 @@ def receive_after(first: bytes, connection: socket.socket) -> bytes:
     return b"".join(chunks)
 
 
-def serve_offline(answers: SimpleQueue[int | str]) -> None:
+def serve_offline(results: SimpleQueue[int | str]) -> None:
     """Serve in a network namespace that has only a loopback."""
     if ctypes.CDLL(None, use_errno=True).unshare(CLONE_NEWUSER | CLONE_NEWNET) != 0:
-        answers.put(os.strerror(ctypes.get_errno()))
+        results.put(os.strerror(ctypes.get_errno()))
         return
     with socket.socket() as loopback:  # ip link set lo up
         fcntl.ioctl(loopback, 0x8914, struct.pack("16sH14s", b"lo", 0x1 | 0x40, b""))
     with pytest.raises(OSError, match="unreachable"):
         socket.create_connection(("203.0.113.1", 80), timeout=1)
     with serving() as server:
-        answers.put(post(server, CHAT, chat(max_tokens=2)).status)
+        results.put(post(server, CHAT, chat(max_tokens=2)).status)
 
 
 CLONE_NEWUSER, CLONE_NEWNET = 0x10000000, 0x40000000
@@ -184,12 +184,12 @@ CLONE_NEWUSER, CLONE_NEWNET = 0x10000000, 0x40000000
 
 def test_server_needs_no_network() -> None:
     """The server works without a network."""
-    answers: SimpleQueue[int | str] = PROCESSES.SimpleQueue()
-    process = PROCESSES.Process(target=serve_offline, args=(answers,), daemon=True)
+    results: SimpleQueue[int | str] = PROCESSES.SimpleQueue()
+    process = PROCESSES.Process(target=serve_offline, args=(results,), daemon=True)
     process.start()
     process.join(60)
 
     assert process.exitcode == 0
-    if isinstance(answer := answers.get(), str):
-        pytest.skip(f"this system allows no network namespace: {answer}")
-    assert answer == 200
+    if isinstance(result := results.get(), str):
+        pytest.skip(f"this system allows no network namespace: {result}")
+    assert result == 200

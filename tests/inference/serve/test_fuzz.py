@@ -98,10 +98,10 @@ def send_random_requests(server: LiveServer, count: int, seed: int) -> None:
             connection.settimeout(20)
             connection.sendall(data)
             connection.shutdown(1)  # a wrong length must not make the server wait
-            answer = receive(connection)
-        assert answer.status not in (500, 502), (data[:600], answer)
-        if answer.status >= 400 and answer.headers.get("content-type") == "application/json":
-            error = answer.error
+            response = receive(connection)
+        assert response.status not in (500, 502), (data[:600], response)
+        if response.status >= 400 and response.headers.get("content-type") == "application/json":
+            error = response.error
             assert set(error) == {"message", "type", "param", "code"}
             assert "\n" not in error["message"]
             assert len(error["message"]) < 500

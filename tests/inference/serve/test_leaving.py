@@ -107,8 +107,8 @@ def test_shutdown_finishes_running_and_rejects_new_requests() -> None:
         connection = server.connect()
         connection.sendall(request_bytes(CHAT, chat(stream=True, max_tokens=60, min_tokens=60)))
         assert wait_until(lambda: server.state.broker.num_open == 1)
-        with server.paused(), server.connect() as scored:
-            scored.sendall(request_bytes(COMPLETIONS, ECHO))
+        with server.paused(), server.connect() as echo_connection:
+            echo_connection.sendall(request_bytes(COMPLETIONS, ECHO))
             assert wait_until(lambda: server.state.broker.num_open == 2)
             server.loop.call_soon_threadsafe(server.server.stop)
             assert wait_until(lambda: server.state.broker.draining)

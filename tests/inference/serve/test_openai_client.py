@@ -48,11 +48,11 @@ def complete(server: LiveServer, **fields: Any) -> "ChatCompletion":
 def stream_completion(server: LiveServer, **fields: Any) -> "list[ChatCompletionChunk]":
     from openai.types.chat import ChatCompletionChunk
 
-    answer = post(server, "/v1/chat/completions", chat(stream=True, **fields))
-    assert answer.headers["content-type"].startswith("text/event-stream")
+    response = post(server, "/v1/chat/completions", chat(stream=True, **fields))
+    assert response.headers["content-type"].startswith("text/event-stream")
     return [
         ChatCompletionChunk.model_validate_json(json.dumps(event), strict=True)
-        for event in stream_events(answer)
+        for event in stream_events(response)
     ]
 
 
@@ -101,7 +101,7 @@ def test_temperature_0_matches_greedy_transformers(server: LiveServer) -> None:
             prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=16
         )[0].tolist()[len(ids) :]
 
-    answer = post(
+    response = post(
         server,
         COMPLETIONS,
         {
@@ -113,7 +113,7 @@ def test_temperature_0_matches_greedy_transformers(server: LiveServer) -> None:
         },
     )
 
-    assert answer.json["choices"][0]["token_ids"] == expected
+    assert response.json["choices"][0]["token_ids"] == expected
 
 
 def test_completions_accept_texts_and_token_ids(server: LiveServer) -> None:
@@ -122,10 +122,10 @@ def test_completions_accept_texts_and_token_ids(server: LiveServer) -> None:
     served = server.state.models["tiny"]
     prompts = ["The sun", "It rains"]
     with make_client(server) as client:
-        texts = client.completions.with_raw_response.create(
+        raw = client.completions.with_raw_response.create(
             model="tiny", prompt=prompts, seed=3, max_tokens=12, logprobs=2
         ).text
-        ids = client.completions.create(
+        by_ids = client.completions.create(
             model="tiny",
             prompt=[served.encode_text(prompt) for prompt in prompts],
             seed=3,
@@ -133,22 +133,23 @@ def test_completions_accept_texts_and_token_ids(server: LiveServer) -> None:
             logprobs=2,
         )
 
-    completion = Completion.model_validate_json(texts, strict=True)
-    assert [choice.text for choice in completion.choices] == [choice.text for choice in ids.choices]
+    completion = Completion.model_validate_json(raw, strict=True)
+    texts = [choice.text for choice in completion.choices]
+    assert texts == [choice.text for choice in by_ids.choices]
     for choice in completion.choices:
         assert choice.logprobs is not None
         assert choice.logprobs.text_offset is not None
         assert choice.logprobs.text_offset[0] == 0
         assert {len(top) for top in choice.logprobs.top_logprobs or []} <= {1, 2}
-    streamed = post(
+    response = post(
         server,
         COMPLETIONS,
         {"model": "tiny", "prompt": prompts, "seed": 3, "max_tokens": 12, "stream": True},
     )
     joined = ["", ""]
-    for part in stream_events(streamed):
+    for part in stream_events(response):
         joined[part["choices"][0]["index"]] += part["choices"][0]["text"]
-    assert joined == [choice.text for choice in completion.choices]
+    assert joined == texts
 
 
 def test_errors_raise_the_clients_exceptions(server: LiveServer) -> None:

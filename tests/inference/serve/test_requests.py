@@ -36,9 +36,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
 
 
 def completion_texts(server: LiveServer, **fields: Any) -> list[str]:
-    answer = post(server, COMPLETIONS, {"prompt": "Hi", "temperature": 0, **fields})
-    assert answer.status == 200, answer.body
-    return [choice["text"] for choice in answer.json["choices"]]
+    response = post(server, COMPLETIONS, {"prompt": "Hi", "temperature": 0, **fields})
+    assert response.status == 200, response.body
+    return [choice["text"] for choice in response.json["choices"]]
 
 
 @pytest.mark.parametrize(
@@ -79,11 +79,11 @@ def completion_texts(server: LiveServer, **fields: Any) -> list[str]:
 def test_invalid_request_names_its_field(
     server: LiveServer, path: str, body: dict[str, Any], param: str | None
 ) -> None:
-    answer = post(server, path, body)
+    response = post(server, path, body)
 
-    assert (answer.status, answer.error["param"]) == (400, param)
-    assert answer.error["type"] == "invalid_request_error"
-    assert len(answer.error["message"]) > len(param or "")
+    assert (response.status, response.error["param"]) == (400, param)
+    assert response.error["type"] == "invalid_request_error"
+    assert len(response.error["message"]) > len(param or "")
 
 
 def test_prompt_and_response_must_fit_in_the_context(server: LiveServer) -> None:
@@ -104,10 +104,10 @@ def test_response_has_the_requested_or_default_length(server: LiveServer) -> Non
     bias = {"logit_bias": {"40": 100}, "return_token_ids": True}
 
     def lengths(path: str, **fields: Any) -> list[int]:
-        answer = post(server, path, {"temperature": 0, **bias, **fields}).json
-        rows = [choice["token_ids"] for choice in answer["choices"]]
+        response = post(server, path, {"temperature": 0, **bias, **fields}).json
+        rows = [choice["token_ids"] for choice in response["choices"]]
         assert {token for row in rows for token in row} == {40}
-        assert answer["usage"]["completion_tokens"] == sum(map(len, rows))
+        assert response["usage"]["completion_tokens"] == sum(map(len, rows))
         return list(map(len, rows))
 
     assert lengths(COMPLETIONS, prompt=["Hi", "He"], n=3, best_of=3) == [16] * 6
@@ -126,7 +126,7 @@ def test_echoed_log_probabilities_match_transformers(server: LiveServer) -> None
     ids = torch.tensor([served.encode_text(prompt)])
     with torch.no_grad():
         expected = transformers_copy(served)(ids).logits.log_softmax(-1)[0, :-1]
-    echo_only, with_tokens = (
+    echo_only, with_response = (
         post(server, COMPLETIONS, {"prompt": prompt, **fields, "max_tokens": tokens}).json
         for tokens in (0, 4)
     )
@@ -134,7 +134,7 @@ def test_echoed_log_probabilities_match_transformers(server: LiveServer) -> None
     counts = {name: count for name, count in echo_only["usage"].items() if isinstance(count, int)}
     length = ids.shape[1]
     assert counts == {"prompt_tokens": length, "completion_tokens": 0, "total_tokens": length}
-    (choice,), (longer,) = echo_only["choices"], with_tokens["choices"]
+    (choice,), (longer,) = echo_only["choices"], with_response["choices"]
     assert (choice["text"], choice["finish_reason"]) == (prompt, "length")
     assert longer["text"].startswith(prompt)
     for logprobs in (choice["logprobs"], longer["logprobs"]):
@@ -145,7 +145,7 @@ def test_echoed_log_probabilities_match_transformers(server: LiveServer) -> None
         assert torch.tensor(top).allclose(expected.topk(2).values, atol=1e-4)
         assert logprobs["text_offset"][:length] == [0, 0, 3]  # the first token has no text
         assert logprobs["tokens"][:length] == ["<s>", "The", " sun"]
-    assert len(longer["logprobs"]["tokens"]) == length + with_tokens["usage"]["completion_tokens"]
+    assert len(longer["logprobs"]["tokens"]) == length + with_response["usage"]["completion_tokens"]
     parts = stream_events(post(server, COMPLETIONS, {"prompt": prompt, **fields, "stream": True}))
     streamed = [part["choices"][0] for part in parts]
     assert "".join(part["text"] for part in streamed) == longer["text"]
@@ -155,24 +155,24 @@ def test_echoed_log_probabilities_match_transformers(server: LiveServer) -> None
 
 def test_tokenize_returns_token_ids(server: LiveServer) -> None:
     served = server.state.models["tiny"]
-    text = post(server, "/tokenize", {"prompt": "The sun"}).json
+    response = post(server, "/tokenize", {"prompt": "The sun"}).json
 
     ids = served.encode_text("The sun")
-    assert text == {"tokens": ids, "count": len(ids), "max_model_len": served.context}
+    assert response == {"tokens": ids, "count": len(ids), "max_model_len": served.context}
 
 
 def test_ratings_are_appended_counted_and_undone(server: LiveServer) -> None:
     thumb = {**PAIR, "kind": "thumb", "answers": RATED[:1], "choice": 0}
     edit = {**PAIR, "kind": "edit", "answers": RATED[:1], "choice": None, "edit": "better"}
     tie = {**PAIR, "choice": None, "tie": True, "rater": "anna"}
-    names = [post(server, "/api/ratings", body).json["id"] for body in (PAIR, thumb, edit, tie)]
+    ids = [post(server, "/api/ratings", body).json["id"] for body in (PAIR, thumb, edit, tie)]
 
-    figures = get(server, "/api/ratings/summary").json
-    assert (figures["path"], figures["ratings"], figures["pairs"]) == ("ratings.jsonl", 4, 2)
-    assert figures["longer"] == 1.0
+    summary = get(server, "/api/ratings/summary").json
+    assert (summary["path"], summary["ratings"], summary["pairs"]) == ("ratings.jsonl", 4, 2)
+    assert summary["longer"] == 1.0
     for expected in (200, 404):
-        name = names[0] if expected == 200 else "none"
-        assert post(server, "/api/ratings/undo", {"id": name}).status == expected
+        rating_id = ids[0] if expected == 200 else "none"
+        assert post(server, "/api/ratings/undo", {"id": rating_id}).status == expected
     assert get(server, "/api/ratings/summary").json["ratings"] == 3
     assert server.state.ratings is not None
     lines = read_ratings(server.state.ratings.path)
@@ -184,25 +184,25 @@ def test_ratings_are_appended_counted_and_undone(server: LiveServer) -> None:
 def test_allowed_origins_receive_cors_headers(server: LiveServer) -> None:
     request = request_bytes(CHAT, method="OPTIONS", headers={"Origin": CORS})
     preflight = send(server, request)
-    answer = get(server, "/v1/models/tiny", Origin=CORS)
+    response = get(server, "/v1/models/tiny", Origin=CORS)
 
     assert preflight.status == 204
-    for headers in (preflight.headers, answer.headers):
+    for headers in (preflight.headers, response.headers):
         assert headers["access-control-allow-origin"] == CORS
         assert headers["vary"] == "Origin"
     assert "POST" in preflight.headers["access-control-allow-methods"]
     assert "authorization" in preflight.headers["access-control-allow-headers"].lower()
-    assert answer.json["id"] == "tiny"
+    assert response.json["id"] == "tiny"
     assert post(server, COMPLETIONS, {"prompt": "Hi", "max_tokens": 1}, Origin=CORS).status == 200
 
 
 def test_unknown_paths_and_disabled_features_return_404(server: LiveServer) -> None:
-    views = get(server, "/api/server").json
-    has = {"reward": False, "ratings": True}
-    assert views == {"models": [{"id": "tiny"}], "max_tokens": 5, **has}
-    kinds = {"/": "text/html", "/page/app.js": "text/javascript", "/page/style.css": "text/css"}
-    for path, kind in kinds.items():
-        assert get(server, path).headers["content-type"].startswith(kind)
+    info = get(server, "/api/server").json
+    features = {"reward": False, "ratings": True}
+    assert info == {"models": [{"id": "tiny"}], "max_tokens": 5, **features}
+    types = {"/": "text/html", "/page/app.js": "text/javascript", "/page/style.css": "text/css"}
+    for path, content_type in types.items():
+        assert get(server, path).headers["content-type"].startswith(content_type)
     assert get(server, "/no/path").status == 404
     assert get(server, COMPLETIONS).status == 405
     assert post(server, "/v1/score", {"messages": DIALOGUE}).status == 404

@@ -37,10 +37,10 @@ def test_score_uses_the_reward_models_chat_format(scoring_server: LiveServer, re
     prompt = [Message("user", "How are you?")]
     (expected,) = score_responses(reward, [(prompt, "Fine, so.")])
 
-    answer = post(scoring_server, "/v1/score", {"messages": DIALOGUE})
+    response = post(scoring_server, "/v1/score", {"messages": DIALOGUE})
 
-    assert answer.json["score"] == pytest.approx(expected, rel=1e-5)
-    assert answer.json["model"] == "reward"
+    assert response.json["score"] == pytest.approx(expected, rel=1e-5)
+    assert response.json["model"] == "reward"
 
 
 def test_metrics_count_responses_by_finish_reason() -> None:

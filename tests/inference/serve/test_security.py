@@ -70,12 +70,12 @@ def test_keys_are_not_logged_or_returned(
     keyed_server: LiveServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level("INFO"):
-        answer = get(keyed_server, "/v1/models", Authorization="Bearer first-secret")
+        response = get(keyed_server, "/v1/models", Authorization="Bearer first-secret")
 
-    assert answer.status == 200
+    assert response.status == 200
     assert any("anna GET /v1/models 200" in record.getMessage() for record in caplog.records)
     assert "first-secret" not in caplog.text
-    assert b"secret" not in answer.body
+    assert b"secret" not in response.body
 
 
 def test_foreign_host_names_are_rejected(server: LiveServer) -> None:
