@@ -65,7 +65,7 @@ def run_rejected(*argv: str) -> str:
         ),
         (
             ("--path", "embedded", "--port", "0", "--reward", "embedded"),
-            "error: the embedded model is a",
+            "error: the embedded model can't start a",
         ),
         (("--path", "embedded", "--host", "203.0.113.7", "--insecure-no-key"), "error: --host 2"),
     ],

@@ -170,7 +170,7 @@ def test_errors_raise_the_clients_exceptions(server: LiveServer) -> None:
             )
 
     assert missing.value.code == "model_not_found"
-    assert "available: tiny" in missing.value.message
+    assert "available models: tiny" in missing.value.message
     assert invalid.value.param == "temperature"
     assert long.value.code == "context_length_exceeded"
     assert tools.value.param == "tools"
