@@ -42,6 +42,9 @@ MAX_UNTILED_LOGITS, TILE_LOGITS = 2**26, {"cpu": 2**23, "cuda": 2**26}
 CUBLAS = 32 * MIB
 """Bytes of cuBLAS's workspace on the stream that captures CUDA graphs."""
 
+MASTER_BYTES = {"fp32": 0, "bf16": 2, "fp16": 4}
+"""Bytes per master in addition to the weight if both are on one device; otherwise 4."""
+
 SAMPLING_BYTES = 16
 """Bytes per logit while a token is sampled."""
 
@@ -180,9 +183,9 @@ class _ModelMemory:
         if trained is None:
             return
         location = self._location("optimizer")
-        is_split = trained.kernels != "off" and self._location("params") == location
-        is_weight = shape.itemsize == 4 and location == "device"
-        master_bytes = 0 if is_weight else 2 if is_split else 4
+        precision = "fp32" if trained.lora else trained.precision  # adapters are always fp32
+        is_next_to_weights = self._location("params") == location != "disk"
+        master_bytes = MASTER_BYTES[precision] if is_next_to_weights else 4
         yield Item("masters", master_bytes * self.states_shard, location)
         yield Item("moments", self._moment_bytes * self.states_shard, location)
         average_bytes = 4 * self.model.use.keeps_average * self.states_shard

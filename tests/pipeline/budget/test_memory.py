@@ -17,6 +17,7 @@ from pipeline.budget.fit import (
 from pipeline.budget.machine import GIB, Machine, parse_machine
 from pipeline.budget.memory import Location, step_memory
 from pipeline.config import DataConfig, FrozenModelConfig, ParallelConfig, TrainedModelConfig
+from pipeline.config.model import OffloadConfig, ZeroConfig
 from step1_sft.config import SFTConfig
 from step3_ppo.config import PPOConfig
 
@@ -61,6 +62,25 @@ def test_memory_of_model_states_in_one_process(llama: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("precision", "params", "optimizer", "num_bytes"),
+    [
+        *[("fp16", "none", "none", 4), ("fp32", "cpu", "cpu", 0), ("fp32", "cpu", "none", 4)],
+        *[("bf16", "cpu", "cpu", 2), ("bf16", "nvme", "nvme", 4)],
+    ],
+)
+def test_masters_are_counted_as_the_engine_stores_them(
+    llama: str, tmp_path: Path, precision: str, params: Any, optimizer: Any, num_bytes: int
+) -> None:
+    offload = OffloadConfig(params=params, optimizer=optimizer, nvme_path=tmp_path)
+    model = {"precision": precision, "kernels": "off", "zero": ZeroConfig(offload=offload)}
+    location = {"none": "device", "cpu": "host", "nvme": "disk"}[optimizer]
+
+    kinds = get_training_bytes(llama, GPU, location, model={**model, "zero_stage": 3})
+
+    assert kinds.get("masters", 0) == num_bytes * NUM_PARAMETERS
+
+
+@pytest.mark.parametrize(
     ("stage", "weights", "states"), [(0, 1, 1), (1, 1, 8), (2, 1, 8), (3, 8, 8)]
 )
 def test_zero_stages_shard_states(llama: str, stage: int, weights: int, states: int) -> None:
@@ -73,9 +93,7 @@ def test_zero_stages_shard_states(llama: str, stage: int, weights: int, states: 
 
 
 def test_offload_moves_states_to_host_memory(llama: str) -> None:
-    config = TrainedModelConfig(path=llama)
-    offloaded = replace_settings(config, OFFLOADED)
-    settings = {"zero": offloaded.zero}
+    settings = {"zero": replace_settings(TrainedModelConfig(), OFFLOADED).zero}
 
     device = get_training_bytes(llama, GPU, model=settings)
     host = get_training_bytes(llama, GPU, "host", model=settings)

@@ -15,6 +15,7 @@ from pipeline.config.deepspeed import (
     ignored_keys_notice,
 )
 from pipeline.settings.build import Layer, build_config
+from pipeline.settings.fields import unflatten
 from pipeline.system.errors import ConfigError
 from step1_sft.config import SFTConfig
 from tests.sources import ROOT
@@ -242,20 +243,11 @@ def test_invalid_deepspeed_file_raises(
 def test_unavailable_feature_raises_unless_disabled(
     tmp_path: Path, key: str, value: object
 ) -> None:
-    def content(value: object) -> dict[str, Any]:
-        for part in reversed(key.split(".")):
-            value = {part: value}
-        assert isinstance(value, dict)
-        return value
-
     with pytest.raises(ConfigError, match=rf"^{re.escape(key)} in .*ds.json is not supported"):
-        ignored_keys_notice(write_json(tmp_path, content(value)))
-    for disabled in (None, False, {"enabled": False}):
-        assert ignored_keys_notice(write_json(tmp_path, content(disabled))) is None
-    assert (
-        ignored_keys_notice(write_json(tmp_path, {"zero_optimization": {"mics_shard_size": -1}}))
-        is None
-    )
+        ignored_keys_notice(write_json(tmp_path, unflatten({key: value})))
+    disabled = [{key: None}, {key: False}, {key: {"enabled": False}}]
+    for content in (*disabled, {"zero_optimization.mics_shard_size": -1}):
+        assert ignored_keys_notice(write_json(tmp_path, unflatten(content))) is None
 
 
 def test_documentation_lists_every_key() -> None:

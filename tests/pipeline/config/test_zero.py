@@ -15,12 +15,6 @@ def test_nvme_offload_requires_a_path(offload: dict[str, str]) -> None:
     OffloadConfig(**offload, nvme_path=Path("disk"))
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [({"max_skipped_steps": 0}, "zero.max_skipped_steps must be positive, got 0")],
-)
-def test_out_of_range_setting_raises(settings: dict[str, object], message: str) -> None:
-    with pytest.raises(ConfigError) as error:
-        ZeroConfig(**settings)
-
-    assert str(error.value) == message
+def test_zero_skipped_steps_raise() -> None:
+    with pytest.raises(ConfigError, match=r"^zero\.max_skipped_steps must be positive, got 0$"):
+        ZeroConfig(max_skipped_steps=0)

@@ -17,12 +17,8 @@ from pipeline.export.verify import UnverifiedError
 from tests.pipeline.export.models import save_embedded, save_model
 
 
-def make_argv(source: Path, out: Path, *options: str) -> list[str]:
-    return ["--path", str(source), "--to", "onnx", "--out", str(out), *options]
-
-
-def export(source: Path, out: Path, *options: str) -> onnxruntime.InferenceSession:
-    main(make_argv(source, out, *options))
+def export(source: Path, out: Path) -> onnxruntime.InferenceSession:
+    main(["--path", str(source), "--to", "onnx", "--out", str(out)])
     return onnxruntime.InferenceSession(out / "model.onnx")
 
 
