@@ -30,8 +30,8 @@ class MergedExport:
 
     def __init__(self, directory: Path, base: str | None) -> None:
         self.source = directory
-        self.title = "weights with the adapter merged"
         self.has_adapter = not (directory / "config.json").is_file() and _has_adapter(directory)
+        self.title = "weights with the adapter merged" if self.has_adapter else "weights"
         self.base = _find_base(directory, base) if self.has_adapter else read_source(directory)
         self.adapted = _apply_adapter(_load(self.base), directory) if self.has_adapter else None
 

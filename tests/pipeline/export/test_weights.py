@@ -60,7 +60,9 @@ def test_merged_adapter_matches_peft(
     for name, tensor in tensors.items():
         torch.testing.assert_close(tensor, expected[name])
     printed = capsys.readouterr().out
-    assert "verified: logits computed by the written model are within 1e-05 of the" in printed
+    assert f"{adapter}: weights with the adapter merged\nverified: logits computed by" in printed
+    run(tmp_path / "base", "merged", tmp_path / "copy")
+    assert f"{tmp_path}/base: weights\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("target", ["lm_head", "embed_tokens"])
