@@ -221,7 +221,7 @@ def _convert_precision(file: DeepSpeedFile) -> dict[str, Any]:
 def _convert_zero(file: DeepSpeedFile) -> dict[str, Any]:
     """Return the settings of the ZeRO stage, offload and communication data type."""
     stage = file.get(f"{ZERO}stage")
-    if stage is None and any(key.startswith(ZERO) for key in file.supported):
+    if f"{ZERO}stage" not in file.supported and any(key.startswith(ZERO) for key in file.supported):
         stage = 0
     devices = {name: file.get(f"{prefix}device") for name, prefix in OFFLOADS.items()}
     # DeepSpeed stores reduced gradients where the optimizer runs.

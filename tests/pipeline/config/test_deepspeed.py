@@ -95,6 +95,8 @@ def test_auto_values_come_from_our_settings(tmp_path: Path) -> None:
     assert (model.zero_stage, model.zero.offload.optimizer) == (2, "cpu")
     assert (model.zero.offload.gradients, model.optim.max_grad_norm) == ("cpu", 1.0)
     assert (model.fp16.initial_scale_power, model.fp16.loss_scale_window) == (12, 500)
+    content = {"zero_optimization": {"stage": "auto"}}
+    assert build(write_json(tmp_path, content), {"model": {"zero_stage": 1}}).model.zero_stage == 1
 
 
 def test_deepspeed_chat_config_is_read(tmp_path: Path) -> None:
