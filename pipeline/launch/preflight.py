@@ -73,10 +73,9 @@ def check_machines(layout: Layout, deployment: Deployment, directory: Path) -> N
         replies = dict(zip(layout.hosts, pool.map(_probe, layout.hosts, commands), strict=True))
     machines = {host: reply for host, reply in replies.items() if isinstance(reply, Machine)}
     problems = [reply for reply in replies.values() if isinstance(reply, str)]
+    has_gpus = any(machine.gpus for machine in machines.values())
     for host, machine in machines.items():
-        first = next(iter(machines.values()))
-        has_gpus = any(other.gpus for other in machines.values())
-        problems += _compare_versions(host, machine, layout.hosts[0], first)
+        problems += _compare_versions(host, machine, *next(iter(machines.items())))
         problems += _check_devices(host, machine) if has_gpus else []
         if not machine.shared:
             problems.append(

@@ -1,6 +1,7 @@
 """The check of all machines, which are this one, reached through a fake ssh."""
 
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -46,7 +47,7 @@ def test_unreachable_machine_is_reported_with_the_command_to_try(
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("machine['versions']['torch'] = '1.0'", "torch is 1.0 on worker-1"),
+        ("machine['versions']['torch'] = '1.0'", f"worker-1 and {version('torch')} on worker-0"),
         (
             "machine['versions']['the code of this repository'] = 'x'",
             "the code of this repository is x on worker-1",
@@ -58,7 +59,7 @@ def test_unreachable_machine_is_reported_with_the_command_to_try(
 def test_problem_of_one_machine_is_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], line: str, message: str
 ) -> None:
-    """The fake ssh changes the report of the second machine."""
+    """The first machine does not report, and the fake ssh changes the report of the last one."""
     program = tmp_path / "ssh"
     program.write_text(
         f"#!{sys.executable}\n"
@@ -67,10 +68,10 @@ def test_problem_of_one_machine_is_reported(
         "machine = json.loads(brace + rest)\n"
         "if sys.argv[1] == 'worker-1':\n"
         f"    {line}\n"
-        "print(mark + json.dumps(machine))\n"
+        "print(mark + json.dumps(machine) if sys.argv[1] != 'down' else '')\n"
     )
     program.chmod(0o755)
 
-    problems = get_problems(tmp_path, program, capsys, "worker-0", "worker-1")
+    problems = get_problems(tmp_path, program, capsys, "down", "worker-0", "worker-1")
 
     assert any(message in problem for problem in problems)
