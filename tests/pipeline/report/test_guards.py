@@ -8,7 +8,7 @@ from pipeline.report.page import render
 from pipeline.report.results import Results, read_results
 
 EVAL = {"reward_before": 0.25, "reward_after": 0.9}
-LOOPS = {"signal": "repetition", "sentence": "responses run in <loops>"}
+LOOPS = {"signal": "repetition", "sentence": "responses run in <loops>", "unit": "step"}
 
 
 def write_run(out: Path, *lines: dict[str, object]) -> Results:
@@ -38,11 +38,11 @@ def test_curves_omit_rolled_back_steps_and_timeline_has_all_events(tmp_path: Pat
 
     assert step.series("score") == [(1, 0.1), (2, 0.15), (3, 0.25), (4, 0.3)]
     assert step.series("eval_kl") == [(2, 0.5)]
-    effects = [(3, "warned"), (3, "rolled back to iteration 1")]
+    effects = [(3, "warned"), (3, "rolled back to step 1")]
     assert [(event.step, event.effect) for event in step.events] == effects
     page = render(results, tmp_path)
-    assert "<b>rolled back to iteration 1</b></td><td>responses run in &lt;loops&gt;</td>" in page
+    assert "<b>rolled back to step 1</b></td><td>responses run in &lt;loops&gt;</td>" in page
+    assert "<tr><th>Step</th><th>Guards</th><th></th></tr>" in page
     assert [finding.sentence for finding in findings(results)][-1] == (
-        "A guard tripped at iteration 3 of step3_ppo (rolled back to iteration 1): responses run in"
-        " <loops>"
+        "A guard tripped at step 3 of step3_ppo (rolled back to step 1): responses run in <loops>"
     )
