@@ -115,7 +115,7 @@ class Endpoint:
             raise EndpointError(f"{self.url} returned more than {MAX_REPLY_BYTES >> 20} MiB")
         try:
             return json.loads(content)
-        except ValueError:
+        except (ValueError, RecursionError):
             raise EndpointError(f"{self.url} returned invalid JSON: {text}") from None
 
 

@@ -75,12 +75,12 @@ def parse_score(text: str, scale: tuple[float, float]) -> float:
     for candidate in reversed(_JSON_OBJECT.findall(text)):
         try:
             score = json.loads(candidate).get("score")
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
         if isinstance(score, bool) or not isinstance(score, int | float):
             continue
         if not low <= score <= high:
-            raise NoScoreError(f"the judge's score {score:g} is not between {low:g} and {high:g}")
+            raise NoScoreError(f"the judge's score {score} is not between {low:g} and {high:g}")
         return (float(score) - low) / (high - low)
     raise NoScoreError(f"the judge's reply has no JSON object with a score: {shorten(text)}")
 

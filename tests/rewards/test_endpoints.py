@@ -99,6 +99,7 @@ def test_remote_service_receives_openrlhf_format_and_null_means_no_reward() -> N
         ({"scores": [1.0, 2.0]}, "it returned dict"),
         ({"rewards": ["1", "1"]}, "it returned str '1' instead of a number or None"),
         (b"<html>", "returned invalid JSON: <html>"),
+        (b"[" * 10_000, "returned invalid JSON: [["),
         (b'{"rewards": [NaN, NaN]}', "it returned nan, which is not finite"),
     ],
 )
@@ -136,6 +137,8 @@ def test_busy_server_is_retried_after_its_retry_after() -> None:
         ('{"score": 1} no: ```json\n{"score": 5, "why": "x"}\n```', 0.5),
         ('{"score": 2.5} {"note": "done"}', 0.25),
         ('{"score": 11}', "the judge's score 11 is not between 0 and 10"),
+        ('{"score": 1' + "0" * 400 + "}", "the judge's score 10+ is not between 0 and 10"),
+        ('{"score": ' + "[" * 10_000 + "}", "no JSON object with a score"),
         ('{"score": "9"}', "no JSON object with a score"),
         ('{"score": true}', "no JSON object with a score"),
         ("9/10", "no JSON object with a score"),
