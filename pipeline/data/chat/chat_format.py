@@ -14,7 +14,7 @@ import json
 import logging
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise, product
@@ -45,7 +45,7 @@ After `<think>` and a newline, it completes the empty block that Qwen3 models we
 
 _OPENING_TAG = re.compile(r"<think>(?P<space>\s*)\Z")
 _EMPTY_BLOCK = re.compile(r"\s*<think>\s*</think>")
-_LEADING_BLOCK = re.compile(r"\s*<think>(.*?</think>)?", re.DOTALL)
+_LEADING_BLOCK = re.compile(r"\A(\s*<think>(.*?</think>)?\n*|\s*</think>|\n*)", re.DOTALL)
 _FILLED_BLOCK = re.compile(r"\s*(<think>)?\s*(?!</?think>)\S.*</think>", re.DOTALL)
 _UNCLOSED_BLOCK = re.compile(r"\s*<think>(?!.*</think>)", re.DOTALL)
 """Patterns of thinking blocks: opened at the end of a prompt; then, at the beginning of a turn,
@@ -229,14 +229,11 @@ class ChatFormat:
         wrong = ("None", str(_CALL["arguments"]))  # Python's syntax, not JSON
         for fields in product((None, [_PROBE_TOOL]), (True, False), (False, True)):
             form = _CallForm(*fields)
-            try:
-                text = self._render(PROBE_CALL, form.tools, form)
-                text = text.partition(PROBE_CALL[0].content)[2]  # without the tools
-            except DataError:
-                continue
-            has_parts = all(part in text for part in (_CALL["name"], "Seven.", "Nine."))
-            if has_parts and not any(part in text for part in wrong):
-                return form
+            with suppress(DataError):
+                text = self._render(PROBE_CALL, form.tools, form).partition("One?")[2]
+                has_parts = all(part in text for part in (_CALL["name"], "Seven.", "Nine."))
+                if has_parts and not any(part in text for part in wrong):
+                    return form
         raise DataError(f"{self.title} does not support tool calls{NO_TOOLS}")
 
     def segments(self, messages: Messages, origin: str = "") -> list[Segment]:
@@ -269,7 +266,8 @@ class ChatFormat:
             if message.role != "assistant" or all(m.role != "user" for m in so_far):
                 continue
             prompt = self.render(messages[:index], generation_prompt=True)
-            turn = self._render_turn(so_far, prompt)
+            is_closed = prompt.rstrip().endswith(END_THINK) and _thinks(message)
+            turn = "" if is_closed else self._render_turn(so_far, prompt)
             body = turn.removesuffix(self._end_of_turn)
             self._common_prefix(so_far, prompt, text)
             if not turn or not text.startswith(prompt + body):
@@ -280,7 +278,7 @@ class ChatFormat:
             position = len(prompt + body)
             if text.startswith(turn, len(prompt)):
                 position = len(prompt + turn)
-            elif text[position:].lstrip().startswith(self._specials):
+            elif self._end_of_last_turn or self._end_of_earlier_turn:
                 turn = body  # its end differs from the last turn's: don't train on it
             segments += self._split_answer(so_far, prompt, turn)
         return [*segments, Segment(text[position:], by_assistant=False)]
@@ -317,14 +315,13 @@ class ChatFormat:
             prompt = self.render(plain, generation_prompt=True)
             return self._render_turn([*plain, message], prompt, origin)
         rendered = text[len(self._common_prefix(messages, prompt, text)) :]
-        has_blocks = "think>" in self.template
+        has_blocks = re.search("</?think>", self.template)
         if not has_blocks and not _contains(rendered, message.reasoning):
             self._warn_once(origin, OMITS_REASONING)
             message = replace(message, reasoning="")
         extends_prompt = text.startswith(prompt)
         is_closed = prompt.rstrip().endswith(END_THINK) or not (extends_prompt or has_blocks)
-        has_thinking = message.reasoning or _FILLED_BLOCK.match(message.content)
-        if origin and message.trained and has_thinking and is_closed:
+        if origin and message.trained and is_closed and _thinks(message):
             raise DataError(
                 f"{self.title} closes the thinking block in its prompts, but this response has"
                 " thinking; set a template argument, such as --sft.data.template_args"
@@ -342,7 +339,7 @@ class ChatFormat:
             return self._format_as_given(message, prompt) + self._end_of_turn
         if text.startswith(without_block):
             thinking = replace(message, content="".join(message.content.rpartition(END_THINK)[:2]))
-            calls = _LEADING_BLOCK.sub("", rendered, count=1).lstrip("\n")
+            calls = _LEADING_BLOCK.sub("", rendered)
             return self._format_as_given(thinking, prompt) + self._cut_at_end_token(calls, message)
         if origin:
             raise DataError(f"{self.title} renders tool calls differently{UNSTABLE}")
@@ -350,8 +347,11 @@ class ChatFormat:
 
     def _keeps_turn(self, message: Message, rendered: str, origin: str) -> bool:
         """Return whether a rendered turn has the message's text or, without it, its tool calls."""
-        if any(call["function"]["name"] not in rendered for call in message.calls):
-            raise DataError(f"{self.title} omits tool calls next to text{NO_TOOLS}")
+        names = [call["function"]["name"] for call in message.calls]
+        if any(rendered.count(name) < names.count(name) for name in names):
+            raise DataError(f"{self.title} omits tool calls of a turn{NO_TOOLS}")
+        if origin and names and rendered.count(self._end_of_turn) > 1:
+            raise DataError(f"{self.title} writes text and tool calls as two turns{NO_TOOLS}")
         is_kept = _has_message_text(message, rendered)
         if not is_kept:
             self._warn_once(origin, OMITS_TEXT_WITH_CALLS if message.calls else OMITS_TEXT)
@@ -576,8 +576,8 @@ class ChatFormat:
         form = self._call_form
         text = self._render(PROBE_CALL[:2], form.tools, form, generation_prompt=False).rstrip()
         tail = text.rpartition("Seven.")[2]
-        if self._end_of_turn in tail:
-            return self._end_of_turn
+        if end := next((end for end in (self._end_of_turn, self._eos) if end in tail), ""):
+            return end
         if not self._end_of_last_turn:
             full = self._render(PROBE_CALL, form.tools, form)
             tail = full.removeprefix(text).lstrip()
@@ -646,6 +646,10 @@ class _CallForm(NamedTuple):
 _TEXT_FORM = _CallForm(None, null_content=False, json_arguments=False)
 
 
+def _thinks(message: Message) -> bool:
+    return bool(message.reasoning or _FILLED_BLOCK.match(message.content))
+
+
 def _without_thinking(message: Message) -> Message:
     _, end, answer = message.content.rpartition(END_THINK)
     return replace(message, content=answer.lstrip() if end else answer, reasoning="")
@@ -653,11 +657,7 @@ def _without_thinking(message: Message) -> Message:
 
 def _without_block(prompt: str) -> str:
     """Return the prompt without an open or empty thinking block at its end."""
-    text = prompt.rstrip()
-    if text.endswith(END_THINK):
-        text = text.removesuffix(END_THINK)
-        return text.rstrip().removesuffix(THINK) if text.rstrip().endswith(THINK) else text
-    return text.removesuffix(THINK) if text.endswith(THINK) else prompt
+    return re.sub(r"(<think>\s*</think>|</?think>)\s*\Z", "", prompt)
 
 
 def _is_valid_block(turn: str, *, is_open: bool) -> bool:

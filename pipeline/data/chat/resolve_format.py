@@ -7,6 +7,7 @@ next step render a dialogue as in training.
 import json
 import re
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from datetime import date
 from keyword import iskeyword
@@ -196,8 +197,6 @@ def _load_template(tokenizer: "PreTrainedTokenizerBase", name: str) -> str:
 def _has_system_slot(chat_format: ChatFormat) -> bool:
     """Return whether the template keeps a system message and the dialogue can be split."""
     dialogue = (_PROBE_SYSTEM, *PROBE_PROMPT, PROBE_RESPONSE)
-    try:
-        segments = chat_format.segments(dialogue)
-    except DataError:
-        return False
-    return any(_PROBE_SYSTEM.content in segment.text for segment in segments)
+    with suppress(DataError):
+        return any(_PROBE_SYSTEM.content in part.text for part in chat_format.segments(dialogue))
+    return False

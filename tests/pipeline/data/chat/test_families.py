@@ -53,9 +53,12 @@ def test_trained_tokens_are_the_response_and_its_end(family: str) -> None:
 
     for prompt in ((USER,), (SYSTEM, USER)):
         assert trained_runs(chat_format, prompt, BLUE) == [f"{block}Blue.{end}"]
-    text = chat_format.tokenizer.decode(chat_format.encode_prompt((SYSTEM, *TURNS)))
+    text = str(chat_format.tokenizer.decode(chat_format.encode_prompt((SYSTEM, *TURNS))))
     assert text == chat_format.render((SYSTEM, *TURNS), generation_prompt=True)
     assert SYSTEM.content in text
+    observation = chat_format.encode_observation(TURNS[:2], TURNS[2:])
+    observed = str(chat_format.tokenizer.decode(observation))
+    assert TOKEN.fullmatch(text.rpartition("Red.")[2].removesuffix(observed))
     first = [] if earlier is None else [f"{block}Red.{earlier}"]
     assert trained_runs(chat_format, TURNS, BLUE) == [*first, f"{block}Blue.{end}"]
     with refused if thought is None else nullcontext():

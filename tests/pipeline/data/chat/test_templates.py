@@ -66,18 +66,6 @@ STRIPS_EARLIER = """{%- set ns = namespace(last=-1) -%}
 {%- if closed is defined %}{{- '<think>\\n\\n</think>\\n\\n' }}{% endif %}{% endif -%}"""
 """Like LFM2.5's and GLM-4.5's: strips the thinking of turns before the last user turn."""
 
-HARMONY = """{%- for m in messages -%}
-{%- if m.role == 'assistant' and loop.last and not add_generation_prompt -%}
-{%- if m.thinking is defined -%}
-{{- '<|start|>assistant<|channel|>analysis<|message|>' + m.thinking + '<|end|>' -}}{%- endif -%}
-{{- '<|start|>assistant<|channel|>final<|message|>' + m.content + '<|return|>' -}}
-{%- elif m.role == 'assistant' -%}
-{{- '<|start|>assistant<|channel|>final<|message|>' + m.content + '<|end|>' -}}
-{%- else %}{{- '<|start|>' + m.role + '<|message|>' + m.content + '<|end|>' }}{% endif -%}
-{%- endfor -%}
-{%- if add_generation_prompt %}{{- '<|start|>assistant' }}{% endif -%}"""
-"""Like gpt-oss's: the last response ends with a different token than earlier ones."""
-
 GLM = """[gMASK]<sop>{%- for m in messages -%}
 {{- '<|' + m.role + '|>\\n' + m.content -}}{%- endfor -%}
 {%- if add_generation_prompt %}{{- '<|assistant|>\\n' }}{% endif -%}"""
@@ -329,6 +317,14 @@ def test_thinking_after_a_closed_thinking_block_raises() -> None:
         assert trained_runs(chat_format, (USER,), Message("assistant", content)) == [
             "Blue.<|im_end|>"
         ]
+    # SmolLM3: the template keeps thinking after the closed block of an earlier turn.
+    template = turn_template("{{- '<think>' + thought + '</think>' + c }}", "<think></think>")
+    chat_format = chatml_format(template.replace("PARSES", "false"))
+    assert trained_runs(chat_format, FOLLOW_UP, YES) == ["Yes.<|im_end|>"]
+    # Seed-OSS: the template has tags of its own.
+    chat_format = chatml_format(chat_format.template.replace("think>", "seed:think>"))
+    with pytest.raises(DataError, match="closes the thinking block"):
+        trained_runs(chat_format, (USER,), Message("assistant", "Blue.", reasoning="Weigh it."))
 
 
 def test_end_token_in_the_text_of_a_row_is_trained_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -350,27 +346,6 @@ def test_end_token_in_the_text_of_a_row_is_trained_once(caplog: pytest.LogCaptur
     assert chat_format.encode(prefilled, [response]) == chat_format.encode(plain, [response])
 
 
-def test_last_response_may_have_a_different_end_token() -> None:
-    tokens = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|return|>")
-    chat_format = make_format(HARMONY, *tokens)
-    tokenizer = chat_format.tokenizer
-    final = "<|channel|>final<|message|>"
-    thought = Message("assistant", "Fine.", reasoning="Weigh it.")
-
-    turns = [{"role": turn.role, "content": turn.content} for turn in PROMPT]
-    plain = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=False)
-    assert chat_format.encode_prompt(PROMPT) == plain
-    analysis = "<|channel|>analysis<|message|>Weigh it.<|end|><|start|>assistant"
-    assert trained_runs(chat_format, PROMPT, thought) == [
-        f"{final}Hello you!",
-        f"{analysis}{final}Fine.<|return|>",
-    ]
-    observation = chat_format.encode_observation(PROMPT[:2], PROMPT[2:])
-    assert tokenizer.decode(observation) == (
-        "<|start|>user<|message|>How are you?<|end|><|start|>assistant"
-    )
-
-
 def test_token_inside_a_response_does_not_end_it() -> None:  # Kimi K3's channels
     template = (
         "{%- for m in messages -%}{{- '<|open|>' + m.role + '<|sep|>' -}}"
@@ -382,16 +357,6 @@ def test_token_inside_a_response_does_not_end_it() -> None:  # Kimi K3's channel
 
     runs = trained_runs(chat_format, (USER,), Message("assistant", "Blue."))
     assert runs == ["<|close|>think<|sep|>Blue.<|close|><|end|>"]
-
-
-def test_response_may_end_where_the_next_turn_begins() -> None:
-    chat_format = make_format(GLM, "[gMASK]", "<sop>", "<|user|>", "<|assistant|>")
-
-    assert trained_runs(chat_format, PROMPT, RESPONSE[0]) == ["Hello you!<|user|>", "Fine.<|user|>"]
-    turns = [{"role": turn.role, "content": turn.content} for turn in PROMPT]
-    assert chat_format.encode_prompt(PROMPT) == chat_format.tokenizer.apply_chat_template(
-        turns, add_generation_prompt=True, return_dict=False
-    )
 
 
 @pytest.mark.parametrize(
@@ -554,6 +519,14 @@ YES = Message("assistant", "Yes.")
         (tool_template(CALL_WITH_JSON, "<|im_end|>"), "<|im_end|>", {"city": "Oslo"}),
         # Harmony: a tool call ends with a different token than a response.
         (tool_template(CALL_WITH_JSON, "<|call|>"), "<|call|>", {"city": "Oslo"}),
+        # Command A: the template ignores `add_generation_prompt`.
+        (
+            tool_template(CALL_WITH_JSON, "<|call|><|endoftext|>").replace(
+                "if add_generation_prompt", "if true"
+            ),
+            "<|call|><|endoftext|>",
+            {"city": "Oslo"},
+        ),
         # DeepSeek: arguments are text, and the content next to tool calls is not null.
         (
             tool_template("{{- m.content + " + CALL_WITH_TEXT[4:], "<|im_end|>"),
@@ -597,6 +570,17 @@ def test_tool_call_may_end_where_its_result_begins() -> None:
 
     call = json.dumps(TOOL_CALLS)
     assert trained_runs(chat_format, DIALOGUE, YES) == [f"{call}<|tool|>", "Yes.<|user|>"]
+    # Apertus: no token is between a call and its result.
+    template = tool_template(CALL_WITH_JSON, "").replace(
+        "{{- '<|im_start|>' + m.role", "{{- '' if m.role == 'tool' else '<|im_start|>' + m.role"
+    )
+    chat_format = chatml_format(template)
+    assert trained_runs(chat_format, DIALOGUE, YES) == [
+        'weather {"city": "Oslo"}',
+        "Yes.<|im_end|>",
+    ]
+    text = chat_format.tokenizer.decode(chat_format.encode_prompt(DIALOGUE))
+    assert text == chat_format.render(DIALOGUE, generation_prompt=True)
 
 
 def test_tool_call_closes_the_thinking_that_the_prompt_opens() -> None:
@@ -609,6 +593,11 @@ def test_tool_call_closes_the_thinking_that_the_prompt_opens() -> None:
     call = 'weather {"city": "Oslo"}<|im_end|>'
     assert trained_runs(chat_format, DIALOGUE[:1], DIALOGUE[1]) == [f"\n</think>\n\n{call}"]
     assert trained_runs(chat_format, DIALOGUE[:1], thought) == [f"Look.\n</think>\n\n{call}"]
+    # DeepSeek V3.2: the prompt has a closed block, of which a call has only the end.
+    template = template.replace("<think>\\n", "<think></think>").replace(
+        "{%- if m.tool_calls", "{{- '</think>' if m.tool_calls -}}{%- if m.tool_calls"
+    )
+    assert trained_runs(chatml_format(template), DIALOGUE[:1], DIALOGUE[1]) == [call]
 
 
 def test_thinking_before_tool_calls_is_kept_with_the_last_response() -> None:
@@ -657,9 +646,18 @@ def test_text_omitted_next_to_tool_calls_is_reported(caplog: pytest.LogCaptureFi
         'weather {"city": "Oslo"}<|im_end|>'
     ]
     assert "next to tool calls" in caplog.text
-    # DeepSeek's: the tool calls are omitted instead, which is an error.
-    template = tool_template(CALL_WITH_JSON, "<|im_end|>").replace(
-        "m.tool_calls -%}", "m.tool_calls and not m.content -%}"
-    )
-    with pytest.raises(DataError, match="omits tool calls next to text"):
-        trained_runs(chatml_format(template), DIALOGUE[:1], text_and_call)
+    # DeepSeek's: the tool calls are omitted instead; gpt-oss's: all calls but the first; Nemotron
+    # Nano 2's: the text is a turn of its own. These are errors.
+    response = replace(text_and_call, keys=json.dumps({"tool_calls": TOOL_CALLS * 2}))
+    for old, new, message in (
+        ("if m.tool_calls", "if m.tool_calls and not m.content", "omits tool calls"),
+        ("in m.tool_calls", "in m.tool_calls[:1]", "omits tool calls"),
+        (
+            "- if m",
+            "- if m.tool_calls %}{{- m.content + '<|im_end|>' }}{% endif %}{% if m",
+            "two turns",
+        ),
+    ):
+        template = tool_template(CALL_WITH_JSON, "<|im_end|>").replace(old, new)
+        with pytest.raises(DataError, match=message):
+            trained_runs(chatml_format(template), DIALOGUE[:1], response)
