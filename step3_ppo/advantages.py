@@ -185,8 +185,8 @@ def reinforce_pp(rewarded: RewardedResponses) -> Estimate:
         baseline = (scores - center(scores, counted)).flatten().to(rewards.dtype)
         last = rewarded.mask.sum(dim=1, keepdim=True) - 1
         rewards = rewards.scatter_add(1, last, -baseline[:, None])
-        dead = all_equal(group_returns(rewarded), counted).expand_as(scores)
-        zeroed = zeroed | dead.flatten()
+        is_dead = all_equal(group_returns(rewarded), counted).expand_as(scores)
+        zeroed = zeroed | is_dead.flatten()
     zeros = torch.zeros_like(rewards)
     advantages, _ = gae(rewards, zeros, rewarded.mask, gamma=rewarded.gamma, lam=1.0)
     return Estimate(advantages.masked_fill(zeroed[:, None], 0.0), zeroed=zeroed)
@@ -201,8 +201,8 @@ def best_of_group(rewarded: RewardedResponses) -> Estimate:
     grouped, counted = group_returns(rewarded), split_groups(rewarded.counted, rewarded)
     eligible = grouped.masked_fill(~counted, -torch.inf)
     is_best = (eligible == eligible.amax(dim=1, keepdim=True)) & counted
-    share = is_best.double() / is_best.sum(dim=1, keepdim=True).clamp(min=1)
-    return expand_to_tokens(share.masked_fill(all_equal(grouped, counted), 0.0), rewarded)
+    weights = is_best.double() / is_best.sum(dim=1, keepdim=True).clamp(min=1)
+    return expand_to_tokens(weights.masked_fill(all_equal(grouped, counted), 0.0), rewarded)
 
 
 def group_returns(rewarded: RewardedResponses) -> Float[Tensor, "P G"]:
@@ -224,8 +224,8 @@ def center(grouped: Float[Tensor, "P G"], counted: Bool[Tensor, "P G"]) -> Float
 
 def expand_to_tokens(advantages: Float[Tensor, "P G"], rewarded: RewardedResponses) -> Estimate:
     """Assign each response's advantage to all its tokens, or 0 if the response isn't counted."""
-    counted = advantages.flatten().masked_fill(~rewarded.counted, 0.0)
-    return Estimate(counted.float()[:, None] * rewarded.mask)
+    by_response = advantages.flatten().masked_fill(~rewarded.counted, 0.0)
+    return Estimate(by_response.float()[:, None] * rewarded.mask)
 
 
 ESTIMATORS: Mapping[str, Callable[[RewardedResponses], Estimate]] = {

@@ -317,8 +317,8 @@ class PPOConfig(TaskSettings, StepConfig, RewardSettings, GuardSettings):
         """
         if self.is_distillation:
             return "teacher" if self.teacher_url is None else None
-        measured = self.reference.path is not None or self.step_name != "step3_ppo"
-        return "reference" if measured or self.kl_weight > 0 else None
+        is_measured = self.reference.path is not None or self.step_name != "step3_ppo"
+        return "reference" if is_measured or self.kl_weight > 0 else None
 
     @property
     def overlong_tokens(self) -> float:
@@ -356,12 +356,12 @@ class PPOConfig(TaskSettings, StepConfig, RewardSettings, GuardSettings):
     def implied_settings(cls, given: Mapping[str, Any]) -> dict[str, Any]:
         """Return the settings that follow from options for rewards, teachers and environments."""
         options = {name: given[name] for name in ("reward_function", "reward") if name in given}
-        sources = {"rewards": read_reward_options(options.items())} if options else {}
+        implied = {"rewards": read_reward_options(options.items())} if options else {}
         teacher = given.get("teacher")
-        sources |= {"method": "distill"} if teacher else {}
+        implied |= {"method": "distill"} if teacher else {}
         if teacher and str(teacher).startswith(("http://", "https://")):
-            sources |= {"teacher_url": teacher, "teacher.path": None}
-        return {**sources, **({"inference_tp_size": 1} if "environment" in given else {})}
+            implied |= {"teacher_url": teacher, "teacher.path": None}
+        return {**implied, **({"inference_tp_size": 1} if "environment" in given else {})}
 
     @property
     def max_length(self) -> int:
@@ -418,10 +418,10 @@ class PPOConfig(TaskSettings, StepConfig, RewardSettings, GuardSettings):
             model: TrainedModelConfig = getattr(self, role)
             if model.optim is DEFAULT_OPTIM:  # identical only if it was not set
                 object.__setattr__(self, role, replace(model, optim=adam(lr)))
-        counts = ("rollout_size", "group_size", "generation_batch_size", "max_prompt_length")
-        counts += ("max_new_tokens", "inference_tp_size", "ppo_epochs", "kl_horizon")
-        counts += ("samples_every", "max_turns", "reward_timeout", "reward_workers", "temperature")
-        for name in counts:
+        names = ("rollout_size", "group_size", "generation_batch_size", "max_prompt_length")
+        names += ("max_new_tokens", "inference_tp_size", "ppo_epochs", "kl_horizon")
+        names += ("samples_every", "max_turns", "reward_timeout", "reward_workers", "temperature")
+        for name in names:
             value = getattr(self, name)
             require(value > 0, f"ppo.{name} must be positive, got {value}")
         for name in ("kl_coef", "dynamic_sampling", "correction_threshold"):
@@ -548,9 +548,9 @@ def _check_groups(config: PPOConfig, needs: EstimatorNeeds) -> None:
         f"ppo.group_size {config.group_size} doesn't divide ppo.rollout_size {config.rollout_size};"
         " a rollout contains all responses to each of its prompts",
     )
-    grouped = config.group_size > 1
+    has_groups = config.group_size > 1
     require(
-        not needs.group or grouped,
+        not needs.group or has_groups,
         f"ppo.advantage {config.advantage} compares the responses to a prompt: set ppo.group_size"
         " to 2 or more",
     )
@@ -560,19 +560,19 @@ def _check_groups(config: PPOConfig, needs: EstimatorNeeds) -> None:
         " has its own baseline",
     )
     require(
-        config.baseline == "none" or grouped,
+        config.baseline == "none" or has_groups,
         "ppo.baseline group is the mean of the responses to a prompt: set ppo.group_size to 2 or"
         " more",
     )
     require(
-        config.dynamic_sampling == 0 or grouped,
+        config.dynamic_sampling == 0 or has_groups,
         "ppo.dynamic_sampling replaces prompts whose responses have the same reward: set"
         " ppo.group_size to 2 or more",
     )
-    bounded = math.inf not in (config.max_rewards.values() or [math.inf])
+    has_maximum = math.inf not in (config.max_rewards.values() or [math.inf])
     solved = config.drop_solved
     require(
-        solved is None or (0 < solved <= 1 and bounded),
+        solved is None or (0 < solved <= 1 and has_maximum),
         f"ppo.drop_solved {solved} must be positive and at most 1, and requires rewards with a"
         " maximum, which a reward model and a remote service don't have; set it to null",
     )
@@ -621,36 +621,36 @@ def _check_kl(config: PPOConfig) -> None:
 
 
 def _check_teacher(config: PPOConfig) -> None:
-    served, method = config.teacher_url is not None, config.method
+    is_served, method = config.teacher_url is not None, config.method
     if not config.is_distillation:
         is_one_of_several = config.step_name != "step3_ppo" or method == "ppo"
         require(
-            not (config.teacher.path or served) or is_one_of_several,
+            not (config.teacher.path or is_served) or is_one_of_several,
             f"--teacher requires --method distill or gkd, not {method}; omit it or use one of them",
         )
         return
     require(
-        method != "gkd" or (not served and config.parallel.tp == config.parallel.pp == 1),
+        method != "gkd" or (not is_served and config.parallel.tp == config.parallel.pp == 1),
         "--method gkd compares all logits, which servers don't return, and which parallel.tp and"
         " parallel.pp split: set --teacher to a directory, and leave both settings at 1",
     )
     require(
-        (config.teacher.path is None) == served,
+        (config.teacher.path is None) == is_served,
         f"--method {method} has two teachers; omit ppo.teacher.path or ppo.teacher_url"
-        if served
+        if is_served
         else f"--method {method} has no teacher; set --teacher to a model with the actor's"
         " tokenizer",
     )
     require(
-        not served or config.temperature == 1,
+        not is_served or config.temperature == 1,
         f"ppo.temperature must be 1 with ppo.teacher_url, got {config.temperature:g}: servers"
         " return log-probabilities at temperature 1",
     )
-    rewards = config.rewards or config.environment is not None or config.dynamic_sampling > 0
-    penalizes = config.kl_in == "reward" and config.kl_coef > 0 and config.kl_target is None
+    has_rewards = config.rewards or config.environment is not None or config.dynamic_sampling > 0
+    is_penalized = config.kl_in == "reward" and config.kl_coef > 0 and config.kl_target is None
     is_plain = config.kl_in == "none" and config.entropy_coef == 0
     require(
-        not rewards and (is_plain if method == "gkd" else penalizes),
+        not has_rewards and (is_plain if method == "gkd" else is_penalized),
         f"--method {method} learns from its teacher alone: omit --reward, --reward-function,"
         " --environment, ppo.rewards, ppo.dynamic_sampling, ppo.kl_in, ppo.kl_target and, for gkd,"
         " ppo.entropy_coef",

@@ -99,9 +99,9 @@ class _GKDLoss(torch.autograd.Function):
         loss, logprobs, reverse_kl = (torch.empty_like(weights) for _ in range(3))
         # Up to eight tensors of this size exist at once.
         tile = tile or TILE.get(hidden.device.type, TILE["cpu"]) // 2
-        rows = max(1, tile // vocab)
-        for start in range(0, len(targets), rows):
-            part = slice(start, start + rows)
+        chunk = max(1, tile // vocab)
+        for start in range(0, len(targets), chunk):
+            part = slice(start, start + chunk)
             log_p = student.log_softmax(part, vocab, temperature)
             log_q = teacher.log_softmax(part, vocab, temperature)
             pi = log_p if is_shared else student.log_softmax(part, None, temperature)

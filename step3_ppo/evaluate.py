@@ -113,8 +113,8 @@ class HeldOut(HeldOutPrompts):
             RewardError: as in `compute_rewards`, if `strict`; otherwise failed rewards are unknown.
         """
         rewards = self._compute_rewards(responses, strict=strict)
-        known = zip(rewards.score.tolist(), rewards.known.tolist(), strict=True)
-        scores = [score if is_known else None for score, is_known in known]
+        pairs = zip(rewards.score.tolist(), rewards.known.tolist(), strict=True)
+        scores = [score if is_known else None for score, is_known in pairs]
         raw = [None] * len(scores) if rewards.raw_score is None else rewards.raw_score.tolist()
         by_source = rewards.by_source()
         local = [
@@ -200,8 +200,8 @@ class HeldOut(HeldOutPrompts):
             return rewards
         experience = score_responses(models, inputs, responses, self.config)
         assert experience.ref_logprobs is not None
-        distance = (experience.logprobs - experience.ref_logprobs) * experience.mask
-        return replace(rewards, score=-distance.sum(dim=1))
+        log_ratio = (experience.logprobs - experience.ref_logprobs) * experience.mask
+        return replace(rewards, score=-log_ratio.sum(dim=1))
 
     def compute_objective(self, responses: Sequence[ScoredResponse], *, kl: float) -> float:
         """Return the objective on these prompts: mean reward minus the KL penalty.
@@ -210,8 +210,8 @@ class HeldOut(HeldOutPrompts):
         """
         penalty = self.config.kl_weight * kl if self.config.reference_role == "reference" else 0.0
         if self.config.rewards or self.config.is_distillation:  # their scores are the objective
-            known = [response.score for response in responses if response.score is not None]
-            return mean(known) - penalty
+            scores = [response.score for response in responses if response.score is not None]
+            return mean(scores) - penalty
         score = torch.tensor([response.score for response in responses])
         stopped = torch.tensor([response.stopped for response in responses])
         reward = score_to_reward(score, stopped, self.models, self.config)
@@ -240,7 +240,7 @@ class Evaluator:
         )
         self.best = BestWeights(models.actor, keep=config.keep_best)
         self.tasks = TaskEvaluations(config, models.chat, models.hybrid_engine.generating)
-        self.start = 0.0
+        self.initial_objective = 0.0
         """The initial actor's objective."""
         self.min_gold = -math.inf
         """Minimum gold reward of the best actor, regardless of its objective."""
@@ -265,13 +265,13 @@ class Evaluator:
         )
         metrics = self._get_metrics(responses, kl=self.before.kl)
         check_initial_metrics(self.config.actor.path, metrics)
-        self.start = metrics["objective"]
+        self.initial_objective = metrics["objective"]
         if any(guard.signal == "divergence" for guard in self.config.acting_guards):
             self.min_gold = metrics.get(GOLD, -math.inf)
         self.initial_tasks = checkpoints.once("tasks", self.tasks.metrics)
         if checkpoints.is_new:
             greedy = self.before.greedy
-            self.best.update(-self.start, step=0)
+            self.best.update(-self.initial_objective, step=0)
             greedy_score = {self._score_name: mean_score(greedy)}
             greedy_score |= {"stop_rate": stop_rate(greedy)}
             details = {"eval_by_prompt": self.subset.by_prompt(responses), "began_from": origin}
@@ -299,7 +299,7 @@ class Evaluator:
 
     def end(self, run: Run, guards: Guards) -> None:
         """Evaluate the exported actor and the base on all prompts; write samples and results."""
-        warn_if_not_improved(self.best, self.start, self.config)
+        warn_if_not_improved(self.best, self.initial_objective, self.config)
         after = self.held_out.answer_all()
         evaluation = {
             **summarize(self.before, after, name=self._score_name),
@@ -352,7 +352,7 @@ def estimate_evaluation_cost(num_prompts: int, config: PPOConfig) -> float:
     return num_prompts / config.rollout_size * forward_passes / (forward_passes + backward_passes)
 
 
-def warn_if_not_improved(best: BestWeights, start: float, config: PPOConfig) -> None:
+def warn_if_not_improved(best: BestWeights, initial: float, config: PPOConfig) -> None:
     """Warn if no evaluated actor was better than the initial one, or if the last one is worse.
 
     Actors are compared by their objective: mean reward minus kl_coef times the KL.
@@ -365,18 +365,18 @@ def warn_if_not_improved(best: BestWeights, start: float, config: PPOConfig) -> 
             " longer, lower ppo.actor.%s, or inspect the %s",
             method,
             objective,
-            start,
+            initial,
             "; the initial weights are exported" if best.keep else "",
             config.actor.peak_lr[0],
             "reward model" if config.uses_reward_model else "rewards",
         )
-    elif objective < start:
+    elif objective < initial:
         logger.warning(
             "%s made the final actor worse than the initial one (%.3g on held-out prompts, "
             "initially %.3g)%s. Lower ppo.actor.%s",
             method,
             objective,
-            start,
+            initial,
             f"; the weights after iteration {best.step} ({-best.value:.3g}) are exported"
             if best.keep
             else "",

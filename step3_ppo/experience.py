@@ -256,8 +256,8 @@ def _request_teacher(
         pending = models.teacher.submit(prompts, [response.ids for response in responses])
 
     def wait() -> Tensor:
-        scores = model_group.gather_objects(collect(pending))[0]
-        return pad([torch.tensor(row, device=local_device()) for row in scores])[0]
+        logprobs = model_group.gather_objects(collect(pending))[0]
+        return pad([torch.tensor(row, device=local_device()) for row in logprobs])[0]
 
     return wait
 
@@ -280,13 +280,13 @@ def _run_trained_models(
 ) -> dict[str, list[Tensor]]:
     """Run actor and critic without graphs, and return their outputs."""
 
-    def policy(batch: TokenBatch) -> Tensor:
+    def run_policy(batch: TokenBatch) -> Tensor:
         outputs = _run_policy(models, batch, config)
         assert outputs.entropy is not None
         return torch.stack([outputs.logprobs, outputs.entropy])
 
     pairs = models.policy_passes.forward_everywhere(
-        batches, policy, lambda batch: (2, batch.num_targets)
+        batches, run_policy, lambda batch: (2, batch.num_targets)
     )
     outputs = {"logprobs": [pair[0] for pair in pairs], "entropy": [pair[1] for pair in pairs]}
     if models.value_passes is None or models.critic is None:

@@ -123,8 +123,8 @@ def _get_remedy(metrics: Metrics, *, has_eos_penalty: bool) -> str:
     reached = sorted((name for name in ended if ended[name] > 0), key=lambda name: -ended[name])
     if ended and not reached:
         return "the environment failed in the other episodes; see reward_failures"
-    score = ", or lower ppo.missing_eos_score" if has_eos_penalty else ""
-    return f"raise {' or '.join(reached) or 'ppo.max_new_tokens'}{score}"
+    or_score = ", or lower ppo.missing_eos_score" if has_eos_penalty else ""
+    return f"raise {' or '.join(reached) or 'ppo.max_new_tokens'}{or_score}"
 
 
 def slope_in_errors(values: Sequence[float], errors: Sequence[float]) -> float:

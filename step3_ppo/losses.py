@@ -70,8 +70,8 @@ def value_loss(
     """
     error = (values - returns).square()
     if clip is not None:
-        clipped_surrogate = old_values + (values - old_values).clamp(-clip, clip)
-        error = torch.max(error, (clipped_surrogate - returns).square())
+        clipped_values = old_values + (values - old_values).clamp(-clip, clip)
+        error = torch.max(error, (clipped_values - returns).square())
     return 0.5 * (error if counted is None else error * counted).sum()
 
 

@@ -20,11 +20,11 @@ from step3_ppo.rewards import standard_error
 
 
 def rollout_statistics(
-    rollout: Rollout, counted_score: Float[Tensor, " B"] | None = None
+    rollout: Rollout, score: Float[Tensor, " B"] | None = None
 ) -> dict[str, float]:
     """Compute scores, entropy per token, lengths, and the critic's accuracy.
 
-    `score` is the mean of `counted_score` (by default the reward model's raw score), ignoring NaN,
+    `score` is the mean of the argument (by default the reward model's raw score), ignoring NaN,
     `score_stderr` is its standard error, and `reward_score` is the mean of the maximized reward.
     `uncounted` is the fraction of responses that are in neither a baseline nor a loss.
     `rollout_gap` and `rollout_gap_max` are the mean and the largest absolute difference in
@@ -32,17 +32,17 @@ def rollout_statistics(
     """
     experience = rollout.experience
     mask = experience.mask
-    score = experience.score if counted_score is None else counted_score
+    score = experience.score if score is None else score
     assert score is not None
     known = ~score.isnan()
-    counted = score[known].double()
+    known_scores = score[known].double()
     gap = (experience.sampled_logprobs - experience.logprobs)[mask].abs()
     sums = {
         "responses": float(len(mask)),
         "tokens": mask.sum(),
-        "scored": float(len(counted)),
-        "score": counted.sum(),
-        "score_squares": counted.square().sum(),
+        "scored": float(len(known_scores)),
+        "score": known_scores.sum(),
+        "score_squares": known_scores.square().sum(),
         "reward_score": rollout.reward_score[rollout.counted].double().sum(),
         "counted": rollout.counted.sum(),
         "entropy": experience.entropy[mask].double().sum(),
@@ -52,12 +52,12 @@ def rollout_statistics(
     }
     totals = dict(zip(sums, current_mesh().data.sums(list(map(float, sums.values()))), strict=True))
     responses, tokens = totals["responses"], totals["tokens"]
-    scored = max(1.0, totals["scored"])
-    mean = totals["score"] / scored
+    num_scored = max(1.0, totals["scored"])
+    mean = totals["score"] / num_scored
     return {
         "score": mean,
         "score_stderr": standard_error(score, group_size=rollout.group_size),
-        "score_std": max(0.0, totals["score_squares"] / scored - mean**2) ** 0.5,
+        "score_std": max(0.0, totals["score_squares"] / num_scored - mean**2) ** 0.5,
         "reward_score": totals["reward_score"] / max(1.0, totals["counted"]),
         "uncounted": 1 - totals["counted"] / responses,
         "entropy": totals["entropy"] / tokens,

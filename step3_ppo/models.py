@@ -172,8 +172,8 @@ class Reference:
         """Compute log pi_ref of the response tokens of each batch."""
         engine = self.engine
         model = cast("Policy", engine.model).model
-        frozen = isinstance(engine, FrozenEngine)
-        adapter_off = nullcontext() if frozen else cast("PeftModel", model).disable_adapter()
+        is_frozen = isinstance(engine, FrozenEngine)
+        adapter_off = nullcontext() if is_frozen else cast("PeftModel", model).disable_adapter()
         with evaluating(engine.model), adapter_off:
             return self.passes.forward_everywhere(
                 batches,
@@ -427,11 +427,11 @@ def load_reference(
             " not measured (set ppo.reference.path to measure it)"
         )
         return None
-    source: FrozenModelConfig = config.teacher if role == "teacher" else config.reference
-    if source.path is None and config.actor.lora is not None:
+    settings: FrozenModelConfig = config.teacher if role == "teacher" else config.reference
+    if settings.path is None and config.actor.lora is not None:
         return Reference(actor.engine, actor)
-    source = config.actor if source.path is None else source
-    model = load_causal_lm(source, device=device, seed=config.seed, defer=True)
+    settings = config.actor if settings.path is None else settings
+    model = load_causal_lm(settings, device=device, seed=config.seed, defer=True)
     require_context(base_model(model), role, config)
     add_tokens(model, tokenizer, seed=config.seed)
     engine, passes = make_frozen_passes(

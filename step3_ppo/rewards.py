@@ -105,13 +105,13 @@ def measure_scores(
     """
     score = compute_raw_scores(models, prompts, responses, config).double().cpu()
     stopped = torch.tensor([response.stopped for response in responses])
-    num_finished, generated = current_mesh().data.sums([stopped.sum().item(), len(responses)])
+    num_finished, num_responses = current_mesh().data.sums([stopped.sum().item(), len(responses)])
     if num_finished < 2:
         logger.warning(
             "only %d of %d responses in the first rollout are finished, so the reward model's"
             " scores are normalized over unfinished responses too; raise ppo.max_new_tokens",
             num_finished,
-            generated,
+            num_responses,
         )
         stopped = torch.ones_like(stopped)
     finished = score[stopped]
@@ -150,8 +150,8 @@ class ResponseRewards:
     def by_source(self) -> dict[str, list[float | None]]:
         """Return the values of each source, by metric name."""
         return {
-            name if name == GOLD else f"reward_{name}": scored.values
-            for name, scored in self.sources.items()
+            name if name == GOLD else f"reward_{name}": results.values
+            for name, results in self.sources.items()
         }
 
     def metrics(self, *, group_size: int = 1) -> dict[str, float]:
@@ -209,15 +209,16 @@ def compute_rewards(
     """
     model_reward = None if score is None else score_to_reward(score, stopped, models, config)
     source_rewards = models.sources.results() if source_rewards is None else source_rewards
+    seconds = models.sources.seconds
     if strict:
         check_source_failures(source_rewards, config, num_rows=len(stopped))
     if config.is_distillation:  # the only rewards are per token
         zeros = torch.zeros(len(stopped), device=stopped.device)
-        return ResponseRewards(zeros, zeros, source_rewards, models.sources.seconds)
+        return ResponseRewards(zeros, zeros, source_rewards, seconds)
     if not config.rewards:
         assert model_reward is not None
-        counted = reported_scores(score, stopped, models, config)
-        return ResponseRewards(model_reward, counted, source_rewards, models.sources.seconds, score)
+        reported = reported_scores(score, stopped, models, config)
+        return ResponseRewards(model_reward, reported, source_rewards, seconds, score)
     sources: dict[str, SourceResults] = {}
     for source in config.rewards:
         if source.kind == MODEL_KIND:
@@ -225,21 +226,19 @@ def compute_rewards(
             sources[source.name] = SourceResults(model_reward.tolist(), [None] * len(stopped))
         else:
             sources[source.name] = source_rewards[source.name]
-    scored = [sources[source.name] for source in config.rewards]
+    results = [sources[source.name] for source in config.rewards]
     # An environment's failure counts even at weight 0, because the episode is then incomplete.
     failure_weights = [1.0 if s.kind == ENVIRONMENT_KIND else s.weight for s in config.rewards]
-    values = mask_failures(scored, failure_weights)
+    values = mask_failures(results, failure_weights)
     weights = [source.weight for source in config.rewards]
-    score = _to_tensor(weighted_sum(values, weights), stopped)
+    reward = _to_tensor(weighted_sum(values, weights), stopped)
     gold = {GOLD: source_rewards[GOLD]} if GOLD in source_rewards else {}
-    return ResponseRewards(
-        score.nan_to_num(nan=0.0), score, {**sources, **gold}, models.sources.seconds
-    )
+    return ResponseRewards(reward.nan_to_num(nan=0.0), reward, {**sources, **gold}, seconds)
 
 
 def _to_tensor(values: Sequence[float | None], like: Tensor) -> Float[Tensor, " B"]:
-    known = [math.nan if value is None else value for value in values]
-    return torch.tensor(known, dtype=torch.float32, device=like.device)
+    numbers = [math.nan if value is None else value for value in values]
+    return torch.tensor(numbers, dtype=torch.float32, device=like.device)
 
 
 def check_source_failures(

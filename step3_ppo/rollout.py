@@ -89,9 +89,9 @@ class Prompts:
         that the run has drawn before and on the number of rollbacks.
         """
         groups = range(self.stream.batch_size) if groups is None else groups
-        start = self.stream.position
+        position = self.stream.position
         rows = self.stream.next_rows(len(groups))
-        return self._make_batch(rows, groups, start, attempt=self.attempt)
+        return self._make_batch(rows, groups, position, attempt=self.attempt)
 
     def first_batch(self) -> PromptBatch:
         """Return the prompts of the first iteration without advancing the stream."""
@@ -121,10 +121,10 @@ class Prompts:
         self.stream.dropped.update(*current_mesh().data.gather_objects(local_solved))
 
     def _make_batch(
-        self, rows: Sequence[int], groups: Sequence[int], first: int, *, attempt: int
+        self, rows: Sequence[int], groups: Sequence[int], position: int, *, attempt: int
     ) -> PromptBatch:
         size, data = self.group_size, current_mesh().data
-        first_key = attempt * ATTEMPT_KEYS + first * size
+        first_key = attempt * ATTEMPT_KEYS + position * size
         local = [i for i, group in enumerate(groups) if group % data.size == data.rank]
         return PromptBatch(
             groups=[groups[i] for i in local],
@@ -136,9 +136,9 @@ class Prompts:
 
 def _is_solved(sources: Sequence[tuple[SourceResults, float]], index: int) -> bool:
     """Return whether a response has the maximum of all rewards that apply, and none failed."""
-    if any(scored.failures[index] for scored, _ in sources):
+    if any(results.failures[index] for results, _ in sources):
         return False
-    values = [(scored.values[index], maximum) for scored, maximum in sources]
+    values = [(results.values[index], maximum) for results, maximum in sources]
     reached = [value >= maximum for value, maximum in values if value is not None]
     return bool(reached) and all(reached)
 
@@ -256,10 +256,10 @@ def sample_rollout(models: Models, prompts: Prompts, config: PPOConfig) -> Sampl
             inputs[row], responses[row] = prompt, response
         results = models.sources.results()
         prompts.drop_solved(batch, results, config)
-        for name, scored in results.items():
+        for name, new_rewards in results.items():
             for index, row in enumerate(rows):
-                rewards[name].values[row] = scored.values[index]
-                rewards[name].failures[row] = scored.failures[index]
+                rewards[name].values[row] = new_rewards.values[index]
+                rewards[name].failures[row] = new_rewards.failures[index]
         if scores is not None:
             # Scoring is a collective, so a process without new responses rescores an old one.
             rescored = rows or [0]

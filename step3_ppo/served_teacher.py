@@ -49,9 +49,9 @@ class ServedTeacher:
         )
         self._completions = Endpoint(f"{root}/v1/completions", TIMEOUT_SECONDS, ATTEMPTS, key)
         self._tokenize = Endpoint(f"{root}/tokenize", TIMEOUT_SECONDS, 1, key)
-        self._threads = ThreadPoolExecutor(CONCURRENCY, thread_name_prefix="teacher")
+        self._pool = ThreadPoolExecutor(CONCURRENCY, thread_name_prefix="teacher")
         ids = tokenizer(SAMPLE, add_special_tokens=False)["input_ids"]
-        self._score(ids[:1], ids[1:])  # fails early if the server returns no log-probabilities
+        self._request_logprobs(ids[:1], ids[1:])  # fails early if the server returns none
         self._check_tokenizer(ids)
 
     def submit(
@@ -59,25 +59,25 @@ class ServedTeacher:
     ) -> list[Future[list[float]]]:
         """Request the log-probabilities of the responses' tokens, without waiting for them."""
         return [
-            self._threads.submit(self._score, list(prompt), list(response))
+            self._pool.submit(self._request_logprobs, list(prompt), list(response))
             for prompt, response in zip(prompts, responses, strict=True)
         ]
 
-    def _score(self, prompt: list[int], response: list[int]) -> list[float]:
+    def _request_logprobs(self, prompt: list[int], response: list[int]) -> list[float]:
         body = {"prompt": prompt + response, "max_tokens": 0, "echo": True, "logprobs": 1}
         reply = self._post(self._completions, {**body, "temperature": 1.0})
         end = len(prompt) + len(response)
         try:
             values = reply["choices"][0]["logprobs"]["token_logprobs"][len(prompt) : end]
-            scores = [float(value) for value in values]
+            logprobs = [float(value) for value in values]
         except (KeyError, IndexError, TypeError, ValueError):
-            scores = []
-        if len(scores) != len(response) or not all(map(math.isfinite, scores)):
+            logprobs = []
+        if len(logprobs) != len(response) or not all(map(math.isfinite, logprobs)):
             raise ModelError(
                 f"{self._completions.url} returned no log-probabilities of the prompt's tokens; the"
                 " teacher's server must support echo with logprobs, as vLLM and SGLang do"
             )
-        return scores
+        return logprobs
 
     def _check_tokenizer(self, ids: Sequence[int]) -> None:
         """Compare the token ids of a sample text, if the server has /tokenize, as vLLM does."""

@@ -84,9 +84,9 @@ class PtxStream:
         """Load the rows, except those whose prompts earlier steps or PPO hold out (`record`)."""
         self.chat = chat
         self.config = config
-        rows = config.ptx_rows or config.data
+        data_config = config.ptx_rows or config.data
         held_out = PromptRecord(held_out=(record or PromptRecord()).held_out)
-        data = load_examples(rows, step=1, seed=config.seed, earlier=held_out)
+        data = load_examples(data_config, step=1, seed=config.seed, earlier=held_out)
         self.examples = data.train
         self.trained = PromptRecord(trained=data.prompts.trained)
         self.rows = RowStream(
@@ -215,8 +215,8 @@ def pretrain_critic(
     for epoch in range(VALUE_EPOCHS):
         for rows in local_minibatches(config, step=0, epoch=epoch):
             weighting, _ = _get_weights(rollout, rows, config)
-            parts = _split_rows(rollout, rows, config)
-            _backward_values(models, parts, config, weighting, forward=None)
+            minibatches = _split_rows(rollout, rows, config)
+            _backward_values(models, minibatches, config, weighting, forward=None)
             models.critic.step()
 
 
@@ -253,11 +253,11 @@ def update_minibatch(
     """
     weighting, tokens = _get_weights(rollout, rows, config)
     minibatches = _split_rows(rollout, rows, config)
-    parts = _backward_policy(models, minibatches, config, weighting, forward=forward)
+    local = _backward_policy(models, minibatches, config, weighting, forward=forward)
     if models.critic is not None:
-        values = _backward_values(models, minibatches, config, weighting, forward=forward)
-        parts = [policy | value for policy, value in zip(parts, values, strict=True)]
-    metrics = _reduce_metrics(parts, models, num_tokens=weighting.num_tokens)
+        critic_metrics = _backward_values(models, minibatches, config, weighting, forward=forward)
+        local = [actor | critic for actor, critic in zip(local, critic_metrics, strict=True)]
+    metrics = _reduce_metrics(local, models, num_tokens=weighting.num_tokens)
     metrics |= models.policy_passes.metrics()
     exceeds_kl = config.target_kl is not None and metrics["approx_kl"] > 1.5 * config.target_kl
     if exceeds_kl:
@@ -267,14 +267,14 @@ def update_minibatch(
 
     metrics["skipped"] = 0.0
     if models.critic is not None:
-        critic = models.critic.step()
-        metrics |= {"critic_grad_norm": critic.grad_norm, "critic_lr": critic.lr}
-        metrics["skipped"] += float(critic.skipped)
+        result = models.critic.step()
+        metrics |= {"critic_grad_norm": result.grad_norm, "critic_lr": result.lr}
+        metrics["skipped"] += float(result.skipped)
     if ptx is not None:
         metrics["ptx_loss"] = _backward_ptx(models, ptx, config)
-    actor = models.actor.step()
-    metrics |= {"actor_grad_norm": actor.grad_norm, "lr": actor.lr}
-    metrics["skipped"] += float(actor.skipped)
+    result = models.actor.step()
+    metrics |= {"actor_grad_norm": result.grad_norm, "lr": result.lr}
+    metrics["skipped"] += float(result.skipped)
     return Update(metrics, tokens, exceeds_kl=False)
 
 
@@ -432,9 +432,9 @@ def _policy_loss(
     logprobs, entropy = outputs.logprobs, outputs.entropy
     advantages = minibatch.advantages
     weights = weighting.token_weights(minibatch.lengths) * minibatch.counted
-    method = LOSSES[config.loss]
-    ratio = method.ratio(logprobs, minibatch.old_logprobs, minibatch.mask)
-    losses = method.losses(ratio, logprobs, advantages, region)
+    policy_loss = LOSSES[config.loss]
+    ratio = policy_loss.ratio(logprobs, minibatch.old_logprobs, minibatch.mask)
+    losses = policy_loss.losses(ratio, logprobs, advantages, region)
     corrected = weights if minibatch.correction is None else weights * minibatch.correction
     loss = (corrected * losses).sum()
     objective, metrics = loss, {"policy_loss": loss.detach()}
@@ -448,7 +448,7 @@ def _policy_loss(
     if config.entropy_coef > 0 and entropy is not None:
         objective = objective - config.entropy_coef * (weights * entropy).sum()
     with torch.no_grad():
-        is_clipped = method.is_clipped(ratio, advantages, region)
+        is_clipped = policy_loss.is_clipped(ratio, advantages, region)
         metrics["clip_fraction"] = (is_clipped * minibatch.counted).sum()
         return objective, metrics | _ratio_metrics(logprobs, minibatch)
 
