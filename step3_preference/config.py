@@ -230,8 +230,8 @@ class PreferenceConfig(TaskSettings, EarlyStopping, GuardSettings):
     @property
     def precomputes(self) -> bool:
         """Whether the reference's log-probabilities are computed before training."""
-        by_itself = self.model.lora is None if self.precompute == "auto" else None
-        return not self.reference_free and (self.precompute == "on" or bool(by_itself))
+        auto = self.model.lora is None if self.precompute == "auto" else None
+        return not self.reference_free and (self.precompute == "on" or bool(auto))
 
     @property
     def row_share(self) -> RowShare:

@@ -56,7 +56,7 @@ def evaluate_rows(
     For single responses, `accuracy` is the fraction of (good, bad) pairs of responses to the same
     prompt (or to any prompts, if there are none) that the log-ratio orders correctly.
     """
-    passes, engine = reference.start.passes, reference.start.engine
+    passes, engine = reference.initial_actor.passes, reference.initial_actor.engine
     good = sum(row.chosen is not None for row in rows)
     weights = kto_weights(good, len(rows) - good, config)
     kto = KTOInputs(reference.z0(rows, first=None), *weights)
@@ -116,7 +116,7 @@ class HeldOut(HeldOutPrompts):
         prompts: Sequence[Prompt],
         chat: ChatFormat,
         generating: Generating,
-        start: InitialActor,
+        initial_actor: InitialActor,
         config: PreferenceConfig,
     ) -> None:
         super().__init__(
@@ -128,12 +128,12 @@ class HeldOut(HeldOutPrompts):
             max_new_tokens=config.max_new_tokens,
             batch_size=config.generation_batch_size,
         )
-        self.start = start
+        self.initial_actor = initial_actor
         self.config = config
 
     def with_prompts(self, prompts: Sequence[Prompt]) -> "HeldOut":
         """Return the same evaluation with different prompts."""
-        return HeldOut(prompts, self.chat, self.generating, self.start, self.config)
+        return HeldOut(prompts, self.chat, self.generating, self.initial_actor, self.config)
 
     def score_all(
         self, responses: Sequence[Response], *, strict: bool = False
@@ -167,10 +167,10 @@ class HeldOut(HeldOutPrompts):
             )
             for row, response in zip(self.rows, responses, strict=True)
         ]
-        engine = self.start.engine
+        engine = self.initial_actor.engine
         with evaluating(engine.model):
             policy = self._compute_logp(rows)
-        with self.start.applied():
+        with self.initial_actor.applied():
             reference = self._compute_logp(rows)
         # The last processes' shares are padded with the first prompts, which must count only once.
         counted = torch.tensor(self.is_counted, dtype=torch.float64)
@@ -189,7 +189,7 @@ class HeldOut(HeldOutPrompts):
 
     def _compute_logp(self, rows: Sequence[Encoded]) -> Tensor:
         """Compute the log-probability of each of this process's responses."""
-        passes, engine, config = self.start.passes, self.start.engine, self.config
+        passes, engine, config = self.initial_actor.passes, self.initial_actor.engine, self.config
         max_tokens = config.micro_batch_size * (config.max_prompt_length + config.max_new_tokens)
         logp = torch.zeros(len(rows), dtype=torch.float64)
         parts = local_micro_batches([len(row) for row in rows], max_tokens=max_tokens)
@@ -200,9 +200,9 @@ class HeldOut(HeldOutPrompts):
         outputs = passes.forward(batches, lambda batch: engine(batch).logprobs)
         for part, logprobs in zip(parts, outputs, strict=False):  # only on the last stage
             counts = [rows[row].num_targets for row in part]
-            tokens = logprobs.double().cpu().split(counts) if part else ()
-            for row, values in zip(part, tokens, strict=True):
-                logp[row] = values.sum()
+            by_response = logprobs.double().cpu().split(counts) if part else ()
+            for row, token_logp in zip(part, by_response, strict=True):
+                logp[row] = token_logp.sum()
         return passes.from_last_stage(logp)
 
     def by_prompt(self, responses: Sequence[ScoredResponse]) -> dict[str, list[float | None]]:
@@ -244,7 +244,7 @@ class Evaluator:
             setting="preference.max_prompt_length",
             max_prompts=config.data.max_eval_rows,
         )
-        self.held_out = HeldOut(prompts, chat, generating, reference.start, config)
+        self.held_out = HeldOut(prompts, chat, generating, reference.initial_actor, config)
         self.subset = self.held_out.with_prompts(prompts[: config.eval_prompts])
         self.tasks = TaskEvaluations(config, chat, generating)
         self.metrics_by_step: dict[int, dict[str, float]] = {}
@@ -305,27 +305,27 @@ class Evaluator:
         best, config = self.best, self.config
         # A guard that stops the run loads an earlier state.
         changed = guards.stopped and not best.keep
-        rows = None if changed else self.metrics_by_step.get(best.exported_step)
-        rows = self._evaluate_rows() if rows is None else rows
+        row_metrics = None if changed else self.metrics_by_step.get(best.exported_step)
+        row_metrics = self._evaluate_rows() if row_metrics is None else row_metrics
         after = self.held_out.answer_all()
         evaluation = {
             "accuracy_before": self.initial["accuracy"],
-            "accuracy_after": rows["accuracy"],
+            "accuracy_after": row_metrics["accuracy"],
             **self._summary(after),
             "margin_before": self.initial["margin"],
-            "margin_after": rows["margin"],
-            **{f"{name}_after": rows[name] for name in ("reward_chosen", "reward_rejected")},
+            "margin_after": row_metrics["margin"],
+            **{f"{name}_after": row_metrics[name] for name in ("reward_chosen", "reward_rejected")},
             **{f"{name}_before": self.initial[name] for name in ("logp_chosen", "logp_rejected")},
-            **{f"{name}_after": rows[name] for name in ("logp_chosen", "logp_rejected")},
+            **{f"{name}_after": row_metrics[name] for name in ("logp_chosen", "logp_rejected")},
             "pairs": len(self.training.held_out),
             "best_step": best.exported_step,
         }
         exported = self.held_out.by_prompt(after.sampled)
         details = {"eval_by_prompt": {"exported": exported}} if exported else {}
-        plain = {name: value for name, value in evaluation.items() if value is not None}
+        known = {name: value for name, value in evaluation.items() if value is not None}
         last_step = run.step if guards.stopped else run.total_steps
-        run.log_eval(last_step, plain, details=details)
-        warn_if_not_improved(self.initial, rows, best, config)
+        run.log_eval(last_step, known, details=details)
+        warn_if_not_improved(self.initial, row_metrics, best, config)
         changed = best.exported_step != best.last_step or guards.stopped
         tasks = self.tasks.summary(self.initial_tasks, changed=changed)
         before = name_start(config.model.path, config.base)
@@ -406,8 +406,8 @@ def warn_if_not_improved(
             "; the initial weights are exported" if best.keep else "",
             config.model.peak_lr[0],
         )
-    fell = {name: before[name] - after[name] for name in ("logp_chosen", "logp_rejected")}
-    if fell["logp_chosen"] > 0.1 * abs(before["logp_chosen"]) and fell["logp_rejected"] > 0:
+    drops = {name: before[name] - after[name] for name in ("logp_chosen", "logp_rejected")}
+    if drops["logp_chosen"] > 0.1 * abs(before["logp_chosen"]) and drops["logp_rejected"] > 0:
         logger.warning(
             "held-out chosen responses have also become less likely: %.3g nats per token, "
             "initially %.3g; to counteract this, raise preference.nll_coef",

@@ -89,10 +89,10 @@ def objective(
         kto: KTO's additional inputs.
     """
     lengths = batch.lengths()
-    values = logp - reference
-    values = values / lengths if config.is_mean else values
+    log_ratios = logp - reference
+    log_ratios = log_ratios / lengths if config.is_mean else log_ratios
     num_chosen = len(batch.chosen)
-    chosen, rejected = values[:num_chosen], values[num_chosen:]
+    chosen, rejected = log_ratios[:num_chosen], log_ratios[num_chosen:]
     if config.is_unpaired:
         loss = kto_loss(
             chosen,
@@ -114,7 +114,7 @@ def objective(
         sides = (config.beta * chosen, config.beta * rejected)
         sides += (per_token[:num_chosen], per_token[num_chosen:])
         sums = [loss, num_right, *(side.sum() for side in sides)]
-        counts = [loss.new_full((), count) for count in (num_chosen, len(values) - num_chosen)]
+        counts = [loss.new_full((), count) for count in (num_chosen, len(log_ratios) - num_chosen)]
         metric_sums = torch.stack([side.float() for side in (*sums, *counts)]).double()
     return loss, MetricSums(metric_sums)
 
@@ -149,8 +149,8 @@ def kto_weights(good: int, bad: int, config: PreferenceConfig) -> tuple[float, f
         return 1.0, 1.0
     balanced = (max(1.0, bad / max(1, good)), max(1.0, good / max(1, bad)))
     configured = (config.weight_chosen, config.weight_rejected)
-    first, second = (
+    weight_good, weight_bad = (
         weight if setting == "auto" else setting
         for setting, weight in zip(configured, balanced, strict=True)
     )
-    return float(first), float(second)
+    return float(weight_good), float(weight_bad)

@@ -45,7 +45,7 @@ from step3_preference.rows import (
 logger = logging.getLogger(__name__)
 
 
-TRAINABLE: tuple[RowOutcome, ...] = ("whole", "cut")
+TRAINABLE: tuple[RowOutcome, ...] = ("complete", "truncated")
 """Outcomes of rows that are trained on."""
 
 
@@ -82,9 +82,9 @@ class RowStore:
         """Number of training rows with a chosen response, or for kto a good one."""
         return sum(bool(example.chosen) for example in self._examples)
 
-    def rows(self, numbers: Sequence[int]) -> list[Row]:
+    def rows(self, indices: Sequence[int]) -> list[Row]:
         """Return the training rows with these indices."""
-        return [truncate_row(self._examples[row], self._chat, self.config)[0] for row in numbers]
+        return [truncate_row(self._examples[row], self._chat, self.config)[0] for row in indices]
 
     def _select(self, name: str, examples: Sequence[Example]) -> list[Example]:
         """Select the trainable examples; each process encodes a share of them."""
@@ -105,15 +105,15 @@ class RowStore:
 
 
 def _log_outcomes(
-    name: str, outcomes: Counter[RowOutcome], number: int, config: PreferenceConfig
+    name: str, outcomes: Counter[RowOutcome], total: int, config: PreferenceConfig
 ) -> None:
-    _require_trainable(name, outcomes, number, config)
-    num_cut, reasons = outcomes["cut"], _describe_skipped(outcomes)
-    facts = [f"truncated the prompt of {num_cut}"] if num_cut else []
-    facts += [f"skipped {number - outcomes['whole'] - num_cut} ({reasons})"] if reasons else []
+    _require_trainable(name, outcomes, total, config)
+    truncated, reasons = outcomes["truncated"], _describe_skipped(outcomes)
+    facts = [f"truncated the prompt of {truncated}"] if truncated else []
+    facts += [f"skipped {total - outcomes['complete'] - truncated} ({reasons})"] if reasons else []
     if facts:
         limit, text = config.data.max_length, ", ".join(facts)
-        logger.info("%d %s rows at data.max_length %d: %s", number, name, limit, text)
+        logger.info("%d %s rows at data.max_length %d: %s", total, name, limit, text)
 
 
 def _describe_skipped(outcomes: Counter[RowOutcome]) -> str:
@@ -127,12 +127,12 @@ def _describe_skipped(outcomes: Counter[RowOutcome]) -> str:
 
 
 def _require_trainable(
-    name: str, outcomes: Counter[RowOutcome], number: int, config: PreferenceConfig
+    name: str, outcomes: Counter[RowOutcome], total: int, config: PreferenceConfig
 ) -> None:
-    if not outcomes["whole"] + outcomes["cut"]:
+    if not outcomes["complete"] + outcomes["truncated"]:
         limit = f"raise data.max_length above {config.data.max_length}, or inspect the rows"
         raise DataError(
-            f"none of the {number} {name} rows can be trained on"
+            f"none of the {total} {name} rows can be trained on"
             f" ({_describe_skipped(outcomes)}); {limit if outcomes['too long'] else 'inspect them'}"
             " with `python -m pipeline.data.inspect`"
         )
@@ -207,9 +207,9 @@ class Reference:
     """The losses' reference: a table, the actor without its adapter, or nothing."""
 
     def __init__(
-        self, start: InitialActor, config: PreferenceConfig, table: ReferenceTable | None
+        self, initial_actor: InitialActor, config: PreferenceConfig, table: ReferenceTable | None
     ) -> None:
-        self.start = start
+        self.initial_actor = initial_actor
         self.config = config
         self.table = table
 
@@ -224,16 +224,16 @@ class Reference:
         if self.config.reference_free:
             logprobs = [torch.zeros(len(batch.counts), device=local_device()) for batch in batches]
         elif stored is None:
-            with self.start.applied():
-                logprobs = [*log_probabilities(self.start.passes, batches)]
+            with self.initial_actor.applied():
+                logprobs = [*log_probabilities(self.initial_actor.passes, batches)]
             logprobs = logprobs or [None] * len(batches)
         else:
             logprobs = [_select_sides(batch, stored) for batch in batches]
         return [BatchWithReference(*pair) for pair in zip(batches, logprobs, strict=True)]
 
-    def row_logprobs(self, numbers: Sequence[int]) -> Float[Tensor, "B 2"] | None:
+    def row_logprobs(self, indices: Sequence[int]) -> Float[Tensor, "B 2"] | None:
         """Return the log-probabilities of these training rows; None if computed on the fly."""
-        return None if self.table is None else self.table.train[list(numbers)]
+        return None if self.table is None else self.table.train[list(indices)]
 
     @property
     def held_out_logprobs(self) -> Float[Tensor, "M 2"] | None:
@@ -257,10 +257,10 @@ class Reference:
             stored = self.table.mismatched_held_out
         elif self.table is not None and first is not None:
             stored = self.table.mismatched[first : first + len(rows)]
-        passes, batches = self.start.passes, mismatched_batches(rows, self.config)
+        passes, batches = self.initial_actor.passes, mismatched_batches(rows, self.config)
         policy = log_probabilities(passes, batches)
         if stored is None:
-            with self.start.applied():
+            with self.initial_actor.applied():
                 reference = log_probabilities(passes, batches)
         else:
             reference = [to_device(stored[list(batch.chosen)]) for batch in batches]
@@ -276,35 +276,35 @@ def _select_sides(batch: RowBatch, stored: Float[Tensor, "B 2"]) -> Float[Tensor
 
 
 def open_reference(
-    start: InitialActor, rows: Rows, store: RowStore, config: PreferenceConfig
+    initial_actor: InitialActor, rows: Rows, store: RowStore, config: PreferenceConfig
 ) -> Reference:
     """Open the reference; read its table from the output directory, or compute and write it.
 
     Args:
-        start: the initial actor.
+        initial_actor: the actor with its initial weights.
         rows: the step's rows, and their number of training steps.
         store: the rows as token ids.
         config: settings of the step.
     """
     if not config.precomputes:
-        return Reference(start, config, None)
-    table_key = _compute_table_key(start, rows, config)
+        return Reference(initial_actor, config, None)
+    table_key = _compute_table_key(initial_actor, rows, config)
     path = config.output_dir / TABLE_FILE
     mesh = current_mesh()
     table = mesh.world.gather_objects(_read_table(path, table_key) if mesh.is_main else None)[0]
     if table is None:
         logger.info("computing the reference's log-probabilities once")
-        table = _compute_table(start, rows.total_steps, store, config)
+        table = _compute_table(initial_actor, rows.total_steps, store, config)
         if mesh.is_main:
             replace_durably(path, save(vars(table).copy(), {"fingerprint": table_key}))
     else:
         logger.info("using the reference's log-probabilities from %s", path)
-    return Reference(start, config, table)
+    return Reference(initial_actor, config, table)
 
 
-def _compute_table_key(start: InitialActor, rows: Rows, config: PreferenceConfig) -> str:
+def _compute_table_key(initial_actor: InitialActor, rows: Rows, config: PreferenceConfig) -> str:
     """Compute a fingerprint of the rows, format and weights that determine the table."""
-    engine = start.engine
+    engine = initial_actor.engine
     replica = Replica(
         cast("Policy", engine.model).model,
         shares=not engine.sharded,
@@ -337,38 +337,35 @@ def _read_table(path: Path, table_key: str) -> ReferenceTable | None:
 
 
 def _compute_table(
-    start: InitialActor, total_steps: int, store: RowStore, config: PreferenceConfig
+    initial_actor: InitialActor, total_steps: int, store: RowStore, config: PreferenceConfig
 ) -> ReferenceTable:
     """Compute the table in the training batches, so that it matches the first step bitwise."""
     stream = RowStream(num_rows=len(store), batch_size=config.batch_size, seed=config.seed)
-    held_out = store.held_out
+    passes, held_out = initial_actor.passes, store.held_out
     train: dict[tuple[int, int], float] = {}
     mismatched: dict[int, float] = {}
     needed = min(total_steps * config.batch_size, stream.num_rows)
     batches = total_steps if config.is_unpaired else -(-needed // config.batch_size)
-    with start.applied():
+    with initial_actor.applied():
         for batch in range(batches):
-            numbers = next(stream)
-            rows = store.rows(numbers)
+            indices = next(stream)
+            rows = store.rows(indices)
             offset = batch * config.batch_size
             if offset < needed:
-                for (index, side), value in _row_logprobs(start.passes, rows, config).items():
+                for (index, side), value in _row_logprobs(passes, rows, config).items():
                     if offset + index < needed:  # later rows are repeated
-                        train[numbers[index], side] = value
-            for index, value in _mismatched_logprobs(start.passes, rows, config).items():
+                        train[indices[index], side] = value
+            for index, value in _mismatched_logprobs(passes, rows, config).items():
                 mismatched[offset + index] = value
-        held_out_values = _row_logprobs(start.passes, held_out, config)
-        held_out_mismatched = _mismatched_logprobs(start.passes, held_out, config)
-    local = start.passes.from_last_stage((train, mismatched, held_out_values, held_out_mismatched))
+        held_out_values = _row_logprobs(passes, held_out, config)
+        held_out_mismatched = _mismatched_logprobs(passes, held_out, config)
+    local = passes.from_last_stage((train, held_out_values, mismatched, held_out_mismatched))
     gathered = current_mesh().data.gather_objects(local)
-    trained, shifted, evaluated, others = (_merge(parts) for parts in zip(*gathered, strict=True))
-    num_mismatched = batches * config.batch_size if config.is_unpaired else 0
-    return ReferenceTable(
-        _fill(torch.full((stream.num_rows, 2), torch.nan), trained),
-        _fill(torch.full((len(held_out), 2), torch.nan), evaluated),
-        _fill(torch.full((num_mismatched,), torch.nan), shifted),
-        _fill(torch.full((len(held_out) if config.is_unpaired else 0,), torch.nan), others),
-    )
+    merged = (_merge(parts) for parts in zip(*gathered, strict=True))
+    counts = (batches * config.batch_size, len(held_out)) if config.is_unpaired else (0, 0)
+    shapes = ((stream.num_rows, 2), (len(held_out), 2), *((count,) for count in counts))
+    columns = zip(shapes, merged, strict=True)
+    return ReferenceTable(*(_fill(torch.full(shape, torch.nan), x) for shape, x in columns))
 
 
 def _row_logprobs(
@@ -399,7 +396,7 @@ def _merge(parts: Sequence[Mapping[object, float]]) -> dict[object, float]:
     return {key: value for part in parts for key, value in part.items()}
 
 
-def _fill(into: Tensor, values: Mapping[object, float]) -> Tensor:
+def _fill(tensor: Tensor, values: Mapping[object, float]) -> Tensor:
     for key, value in values.items():
-        into[cast("int", key)] = value
-    return into
+        tensor[cast("int", key)] = value
+    return tensor

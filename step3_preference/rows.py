@@ -20,7 +20,7 @@ from pipeline.parallel.device import local_device, to_device
 from pipeline.run.training import shard_rows
 from step3_preference.config import PreferenceConfig
 
-RowOutcome = Literal["whole", "cut", "too long", "equal", "untrained"]
+RowOutcome = Literal["complete", "truncated", "too long", "equal", "untrained"]
 """Outcome of a row; rows with the last three are skipped."""
 
 
@@ -104,12 +104,12 @@ def truncate_row(
     if not all(side.num_targets for side in present):
         return row, "untrained"
     if longest <= config.data.max_length:
-        return row, "whole"
+        return row, "complete"
     excess = longest - config.data.max_length
     # At least one prompt token must precede the response.
     if config.too_long == "drop" or excess >= response_start(present[0]):
         return row, "too long"
-    return Row(*(side and _drop_first(side, excess) for side in sides)), "cut"
+    return Row(*(side and _drop_first(side, excess) for side in sides)), "truncated"
 
 
 def _prompt_length(example: Example, chat: ChatFormat) -> int:
@@ -148,10 +148,10 @@ def split_rows(rows: Sequence[Row], config: PreferenceConfig) -> list[RowBatch]:
     return [collate_rows(rows, part) for part in parts]
 
 
-def collate_rows(rows: Sequence[Row], part: Sequence[int]) -> RowBatch:
+def collate_rows(rows: Sequence[Row], indices: Sequence[int]) -> RowBatch:
     """Collate the rows with these indices; if there are none, use a spare row for the pass."""
-    chosen = [(index, side) for index in part if (side := rows[index].chosen) is not None]
-    rejected = [(index, side) for index in part if (side := rows[index].rejected) is not None]
+    chosen = [(index, side) for index in indices if (side := rows[index].chosen) is not None]
+    rejected = [(index, side) for index in indices if (side := rows[index].rejected) is not None]
     sequences = [side for _, side in (*chosen, *rejected)]
     return RowBatch(
         tokens=collate(sequences or rows[0].sequences[:1]).to(local_device()),

@@ -84,8 +84,8 @@ def set_up(config: PreferenceConfig, rows: Rows, store: RowStore, run: Run) -> S
     )
     set_stop_tokens(model, rows.chat.stop_ids)
     # Create both before any state is loaded: they hold the initial weights.
-    start = InitialActor(passes)
-    reference = open_reference(start, rows, store, config)
+    initial_actor = InitialActor(passes)
+    reference = open_reference(initial_actor, rows, store, config)
     interval = choose_eval_interval(config, rows, store.held_out)
     guards = Guards(config.guards, PreferenceSignals(config.model.peak_lr[0]), interval)
     training = set_up_training(
@@ -131,8 +131,8 @@ def take_step(setup: Setup, run: Run, *, step: int) -> None:
     config, rows, reference = setup.training.config, setup.training.rows, setup.reference
     passes, engine = setup.training.passes, setup.training.engine
     first = rows.stream.position
-    numbers = next(rows.stream)
-    encoded = setup.store.rows(numbers)
+    indices = next(rows.stream)
+    encoded = setup.store.rows(indices)
     kto = KTOInputs(reference.z0(encoded, first=first), *setup.weights)
     parts = list[MetricSums]()
 
@@ -143,7 +143,7 @@ def take_step(setup: Setup, run: Run, *, step: int) -> None:
         parts.append(metrics)
         return loss
 
-    batches = reference.add_reference(split_rows(encoded, config), reference.row_logprobs(numbers))
+    batches = reference.add_reference(split_rows(encoded, config), reference.row_logprobs(indices))
     passes.forward_backward(batches, compute_loss, divisor=len(encoded))
     result = engine.step()
     means = sum(parts, MetricSums.zero()).means(passes, len(encoded), paired=not config.is_unpaired)
