@@ -85,12 +85,12 @@ def measure(step: Step, ids: list[Tensor]) -> dict[str, float]:
         seconds.append(time.perf_counter() - start)
     rss = peak_rss()
     step(ids[-2])
-    after = live_bytes()
+    live = live_bytes()
     peak = measure_peak_bytes(lambda: step(ids[-1]))
     return {
         "seconds": statistics.median(seconds),
         "cpu_seconds": statistics.median(cpu_seconds),
-        "bytes": after,
+        "bytes": live,
         "peak_bytes": peak,
         "peak_rss": rss,
     }
@@ -163,9 +163,9 @@ def run(
         command += ["--steps", str(args.steps), "--micro-batch", str(args.micro_batch)]
         command += ["--sequence", str(args.sequence), "--output", str(result)]
         command += ["--tiny"] if args.tiny else []
-        done = run_command(command)
-        if done.returncode != 0:
-            print(f"skipping {system} in {precision}: it failed with\n{done.stderr}", flush=True)
+        process = run_command(command)
+        if process.returncode != 0:
+            print(f"skipping {system} in {precision}: it failed with\n{process.stderr}", flush=True)
             return None
         return json.loads(result.read_text())
 
@@ -178,8 +178,8 @@ def compute_ratios(rounds: Rounds, system: str, peer: str, *, key: str = "tokens
 
 def format_range(values: list[float]) -> str:
     """Format the median and range of the values."""
-    middle = f"{statistics.median(values):.2f}" if values else ""
-    return f"{middle} ({min(values):.2f} to {max(values):.2f})" if len(values) > 1 else middle
+    median = f"{statistics.median(values):.2f}" if values else ""
+    return f"{median} ({min(values):.2f} to {max(values):.2f})" if len(values) > 1 else median
 
 
 def format_table(rounds: Rounds) -> str:

@@ -97,8 +97,8 @@ def engine_step(model: nn.Module, stage: Any, **offload: Any) -> Step:  # noqa: 
 def _ddp(model: nn.Module, precision: Precision, *, masters: bool) -> Step:
     if precision == "fp32" or not masters:
         return _ddp_without_masters(model, precision)
-    masters = [nn.Parameter(param.detach().clone()) for param in model.parameters()]
-    return step_with_masters(_wrap_ddp(model.to(torch.bfloat16)), masters)
+    fp32_params = [nn.Parameter(param.detach().clone()) for param in model.parameters()]
+    return step_with_masters(_wrap_ddp(model.to(torch.bfloat16)), fp32_params)
 
 
 def step_with_masters(model: nn.Module, masters: list[nn.Parameter]) -> Step:

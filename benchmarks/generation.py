@@ -60,11 +60,11 @@ class RequestSizes:
     longest: int = 128
     shortest: int = 8
     batches: Sequence[int] = BATCHES
-    spread: int = 64
+    num_mixed: int = 64
     """Number of prompts in the case with responses of varied lengths."""
 
 
-TINY = RequestSizes(longest=8, shortest=3, batches=(1,), spread=3)
+TINY = RequestSizes(longest=8, shortest=3, batches=(1,), num_mixed=3)
 
 CLOCKS = {"wall": time.perf_counter, "processor": time.process_time}
 """Clocks by name; with one thread, processor time is comparable even on a shared machine."""
@@ -147,9 +147,9 @@ def compare(
     seconds: list[list[float]] = [[] for _ in sides]
     for _ in range(rounds):
         for side, times in zip(sides, seconds, strict=True):
-            started = clock()
+            start = clock()
             side()
-            times.append(clock() - started)
+            times.append(clock() - start)
     return seconds, responses
 
 
@@ -203,7 +203,7 @@ def measure_cases(
     request_sizes = TINY if args.tiny else RequestSizes()
     if args.model is not None:
         request_sizes = RequestSizes(
-            longest=args.longest, batches=args.batches or BATCHES, spread=0
+            longest=args.longest, batches=args.batches or BATCHES, num_mixed=0
         )
     generator = torch.Generator().manual_seed(0)
     for precision in args.precisions:
@@ -211,10 +211,10 @@ def measure_cases(
         peer.to(device)
         config = FrozenModelConfig(path=str(directory), precision=precision)
         ours = load_causal_lm(config, device=device)
-        for count in filter(None, (*request_sizes.batches, request_sizes.spread)):
-            spread = torch.linspace(request_sizes.shortest, request_sizes.longest, count).long()
-            mixed = spread[torch.randperm(count, generator=generator)].tolist()
-            lengths = mixed if count == request_sizes.spread else [request_sizes.longest] * count
+        for count in filter(None, (*request_sizes.batches, request_sizes.num_mixed)):
+            ascending = torch.linspace(request_sizes.shortest, request_sizes.longest, count).long()
+            mixed = ascending[torch.randperm(count, generator=generator)].tolist()
+            lengths = mixed if count == request_sizes.num_mixed else [request_sizes.longest] * count
             prompts = (
                 torch.randint(3, VOCABULARY, (count, PROMPT), generator=generator).tolist()
                 if args.model is None
@@ -229,17 +229,17 @@ def measure_cases(
                     prompts,
                     lengths,
                     passes,
-                    slots=request_sizes.spread or count,
+                    slots=request_sizes.num_mixed or count,
                 ),
             ]
-            (slow, fast), (expected, actual) = compare(
+            (peer_seconds, our_seconds), (expected, actual) = compare(
                 sides, rounds=args.rounds, clock=CLOCKS[args.clock]
             )
             yield {
                 "precision": precision,
                 "lengths": lengths,
-                "transformers": slow,
-                "ours": fast,
+                "transformers": peer_seconds,
+                "ours": our_seconds,
                 "replayed": passes.replayed / (passes.replayed + passes.eager),
                 "same": sum(a == b for a, b in zip(expected, actual, strict=True)),
             }
@@ -255,13 +255,13 @@ def text_prompts(directory: Path, count: int, length: int) -> Responses:
 
 def format_line(row: Mapping[str, Any]) -> list[str]:
     """Return the table cells of a case."""
-    lengths, slow, fast = row["lengths"], row["transformers"], row["ours"]
-    ratios = [a / b for a, b in zip(slow, fast, strict=True)]
+    lengths, theirs, ours = row["lengths"], row["transformers"], row["ours"]
+    ratios = [a / b for a, b in zip(theirs, ours, strict=True)]
     return [
         row["precision"],
         str(len(lengths)),
         f"{min(lengths)} to {max(lengths)}",
-        *(f"{sum(lengths) / statistics.median(side):,.0f} tokens/s" for side in (slow, fast)),
+        *(f"{sum(lengths) / statistics.median(side):,.0f} tokens/s" for side in (theirs, ours)),
         f"{statistics.median(ratios):.2f}",
         f"{min(ratios):.2f} to {max(ratios):.2f}",
         f"{100 * row['replayed']:.0f} %",

@@ -63,22 +63,22 @@ def time_attention(bandwidth: float, *, tiny: bool) -> Iterator[Row]:
     """Time attention of one new token per sequence, in bf16, with sequences of equal length."""
     shapes = [(1, 20)] if tiny else [(64, 512), (512, 512), (1, 2048), (16, 8192)]
     for batch, length in shapes:
-        for model, (heads, kv_heads, size) in HEADS.items():
-            num_bytes = 4 * batch * length * kv_heads * size
+        for model, (heads, kv_heads, head_size) in HEADS.items():
+            num_bytes = 4 * batch * length * kv_heads * head_size
             pages_per_row = -(-length // PAGE)
             pages = (
                 torch.randperm(batch * pages_per_row, device=DEVICE)
                 .int()
                 .view(batch, pages_per_row)
             )
-            shape = (batch * pages_per_row, kv_heads, PAGE, size)
+            shape = (batch * pages_per_row, kv_heads, PAGE, head_size)
             caches = [
                 [torch.randn(shape, device=DEVICE, dtype=torch.bfloat16) for _ in range(2)]
                 for _ in range(1 if tiny else -(-BEYOND_CACHE // num_bytes))
             ]
-            query = torch.randn(batch, heads, size, device=DEVICE, dtype=torch.bfloat16)
+            query = torch.randn(batch, heads, head_size, device=DEVICE, dtype=torch.bfloat16)
             lengths = torch.full((batch,), length, dtype=torch.int32, device=DEVICE)
-            spec = AttentionSpec(lengths=lengths, pages=pages, scaling=size**-0.5)
+            spec = AttentionSpec(lengths=lengths, pages=pages, scaling=head_size**-0.5)
 
             ours = [
                 partial(decode_attention, query, *cache, spec, longest=length) for cache in caches

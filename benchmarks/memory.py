@@ -18,7 +18,7 @@ def live_bytes() -> float:
     gc.collect()
     maps = psutil.Process().memory_maps(grouped=False)
     shared = [item for item in maps if item.path.startswith("/memfd:")]
-    ranges = [[int(end, 16) for end in item.addr.split("-")] for item in shared]
+    ranges = [[int(bound, 16) for bound in item.addr.split("-")] for item in shared]
     sizes: dict[int, int] = {}
     for item in gc.get_objects():
         if not issubclass(type(item), Tensor) or hasattr(item, "_local_tensor"):
@@ -52,11 +52,11 @@ def measure_peak_bytes(step: Callable[[], None]) -> float:
     changes = sorted(
         (event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"
     )
-    held = highest = 0
+    allocated = peak = 0
     for _, change in changes:
-        held += change
-        highest = max(highest, held)
-    return before + highest
+        allocated += change
+        peak = max(peak, allocated)
+    return before + peak
 
 
 def reset_peak_rss() -> None:

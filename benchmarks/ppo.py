@@ -79,13 +79,13 @@ def build_assets(directory: Path) -> None:
         fast.save_pretrained(directory / name)
 
     chat = load_chat(FrozenModelConfig(path=str(directory / "actor")), DataConfig())
-    empty = len(chat.encode_prompt((Message("user", ""),)))
+    num_words = PROMPT - len(chat.encode_prompt((Message("user", ""),)))
     generator = torch.Generator().manual_seed(0)
     rows: list[str] = []
     ids: list[list[int]] = []
     for _ in range(PROMPTS):
-        chosen = torch.randint(len(names), VOCABULARY, (PROMPT - empty,), generator=generator)
-        text = " ".join(f"w{number}" for number in chosen.tolist())
+        word_ids = torch.randint(len(names), VOCABULARY, (num_words,), generator=generator)
+        text = " ".join(f"w{number}" for number in word_ids.tolist())
         rows.append(json.dumps({"prompt": text, "chosen": "w9", "rejected": "w8"}))
         ids.append(chat.encode_prompt((Message("user", text),)))
     assert {len(prompt) for prompt in ids} == {PROMPT}
@@ -306,10 +306,10 @@ def run_side(args: argparse.Namespace, side: str, directory: Path) -> dict[str, 
         environment["PYTHONPATH"] = str(args.deepspeed_chat)
         # DeepSpeed builds its Adam with the ninja from its interpreter's environment.
         environment["PATH"] = f"{Path(python).parent}{os.pathsep}{os.environ['PATH']}"
-    done = subprocess.run(command, check=False, capture_output=True, text=True, env=environment)
-    if done.returncode != 0:
-        sys.exit(f"{' '.join(command)} failed:\n{done.stderr}")
-    return json.loads(done.stdout.splitlines()[-1])
+    process = subprocess.run(command, check=False, capture_output=True, text=True, env=environment)
+    if process.returncode != 0:
+        sys.exit(f"{' '.join(command)} failed:\n{process.stderr}")
+    return json.loads(process.stdout.splitlines()[-1])
 
 
 OURS = ("ours", "ours, grpo")
@@ -319,8 +319,8 @@ def format_table(figures: Mapping[str, Sequence[Mapping[str, float]]]) -> str:
     """Format a Markdown table, with the ratios of our samples per second to each peer's."""
     from benchmarks.kernels import show_ratios
 
-    head = ["", "iteration", *PHASES, "samples/s", *(f"{side} is" for side in OURS)]
-    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    header = ["", "iteration", *PHASES, "samples/s", *(f"{side} is" for side in OURS)]
+    lines = [f"| {' | '.join(header)} |", "|---" * len(header) + "|"]
     for side, rounds in figures.items():
         seconds = statistics.median(row["iteration"] for row in rounds)
         phases = [

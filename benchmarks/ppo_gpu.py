@@ -210,17 +210,17 @@ def measure(directory: Path, vocabulary: int, args: argparse.Namespace) -> Row:
     machine = detect_machine(processes=1, world=1, gpus=["0"] if GPU else [])
     planned = step_memory(config, machine=machine).peak("device")
     engines = models.trained.values()
-    trained = sum(param.numel() for engine in engines for param in engine.model.parameters())
-    rounds: list[Row] = []
+    num_trained = sum(param.numel() for engine in engines for param in engine.model.parameters())
+    iterations: list[Row] = []
     for step in range(1, args.iterations + 2):
         row = iterate(models, config, step=step, vocabulary=vocabulary)
-        operations = 6 * trained * args.rollout * (prompt + answer)
+        operations = 6 * num_trained * args.rollout * (prompt + answer)
         row["training_TFLOPs"] = operations / row["training"] / 1e12
         emit("iteration", method=args.method, model=args.model, step=step, **row)
-        rounds.append(row)
-    names = [name for name in rounds[0] if name != "peaks"]
-    result = {name: statistics.median(row[name] for row in rounds[1:]) for name in names}
-    reserved = max(max(row["peaks"].values()) for row in rounds)
+        iterations.append(row)
+    names = [name for name in iterations[0] if name != "peaks"]
+    result = {name: statistics.median(row[name] for row in iterations[1:]) for name in names}
+    reserved = max(max(row["peaks"].values()) for row in iterations)
     if args.method == "ppo":
         measure_decoding(models, prompt, args)
         measure_training(models, prompt + answer, args)
@@ -239,9 +239,9 @@ def measure_decoding(models: Models, prompt: int, args: argparse.Namespace) -> N
             batch.close()
             prefill = time_call(batch.step)
             time_call(batch.step, count=6)
-            row = profile(batch.step, count=10)
-            row["share"] = floor / row["seconds"] if rows == 1 else None
-            emit("decoding", rows=rows, prefill=prefill, **row, passes=vars(batch.passes))
+            figures = profile(batch.step, count=10)
+            figures["share"] = floor / figures["seconds"] if rows == 1 else None
+            emit("decoding", rows=rows, prefill=prefill, **figures, passes=vars(batch.passes))
 
 
 def measure_training(models: Models, length: int, args: argparse.Namespace) -> None:

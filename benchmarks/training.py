@@ -81,8 +81,8 @@ def run_ours(args: argparse.Namespace) -> list[tuple[float, float]]:
             from step3_preference.config import PreferenceConfig
             from step3_preference.train import train as train_preference
 
-            shares = {"max_prompt_length": args.max_length // 2, "max_new_tokens": 2}
-            directory = train_preference(PreferenceConfig(**settings, **shares))
+            limits = {"max_prompt_length": args.max_length // 2, "max_new_tokens": 2}
+            directory = train_preference(PreferenceConfig(**settings, **limits))
         else:
             from step2_reward.config import RewardConfig
             from step2_reward.train import train as train_reward
@@ -126,15 +126,16 @@ def run_trl(args: argparse.Namespace) -> list[tuple[float, float]]:
             "train_sampling_strategy": "sequential",
         }
         dataset = Dataset.from_list(rows[: args.steps * args.batch_size])
-        make, config = {
+        trainer_class, config_class = {
             "sft": (SFTTrainer, SFTConfig),
             "reward": (RewardTrainer, RewardConfig),
             "dpo": (DPOTrainer, DPOConfig),
         }[args.task]
         if args.task == "dpo":
             settings["precompute_ref_log_probs"] = True
-        trainer = make(
-            model=args.model, args=config(**settings), train_dataset=dataset, callbacks=[steps]
+        trl_config = config_class(**settings)
+        trainer = trainer_class(
+            model=args.model, args=trl_config, train_dataset=dataset, callbacks=[steps]
         )
         trainer.train()
     sizes = [sum(lengths[i : i + args.batch_size]) for i in range(0, len(rows), args.batch_size)]
@@ -233,10 +234,10 @@ def run_side(
     command += ["--model", model, "--precision", precision, "--data-path", args.data_path]
     command += ["--steps", str(args.steps), "--batch-size", str(args.batch_size)]
     command += ["--max-length", str(args.max_length)]
-    done = subprocess.run(command, check=False, capture_output=True, text=True)
-    if done.returncode != 0:
-        sys.exit(f"{' '.join(command)} failed:\n{done.stderr}")
-    return json.loads(done.stdout.splitlines()[-1])
+    process = subprocess.run(command, check=False, capture_output=True, text=True)
+    if process.returncode != 0:
+        sys.exit(f"{' '.join(command)} failed:\n{process.stderr}")
+    return json.loads(process.stdout.splitlines()[-1])
 
 
 def main(argv: Sequence[str]) -> None:

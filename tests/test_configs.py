@@ -68,7 +68,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 def run_script(script: str | Path, *args: str, **environment: str) -> tuple[list[str], str, Any]:
     """Run a script; return the launcher's arguments, the module and its parsed settings."""
     command = ["bash", str(ROOT / "scripts" / script), *args]
-    done = subprocess.run(
+    process = subprocess.run(
         command,
         env=environment,
         cwd=environment["HOME"],
@@ -76,7 +76,7 @@ def run_script(script: str | Path, *args: str, **environment: str) -> tuple[list
         text=True,
         check=True,
     )
-    root, *printed = done.stdout.splitlines()
+    root, *printed = process.stdout.splitlines()
     assert root == str(ROOT)
     index = len(printed) - 1 - printed[::-1].index("-m")
     module = printed[index + 1]

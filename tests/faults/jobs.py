@@ -309,7 +309,7 @@ def assert_same_end(out: Path, reference: Path, *, step: int, elastic: bool = Fa
         tensors, expected_tensors = map(_without_generators, (tensors, expected_tensors))
         assert parse_config(files.pop("config.json")) == parse_config(expected.pop("config.json"))
         figures, expected_figures = (
-            _flatten(json.loads(run.pop("lab.json", b"{}"))) for run in (files, expected)
+            _flatten(json.loads(exported.pop("lab.json", b"{}"))) for exported in (files, expected)
         )
         assert figures.keys() == expected_figures.keys()
         for name, value in expected_figures.items():

@@ -120,10 +120,10 @@ def test_failing_offload_disk_of_one_rank_ends_the_job(
 
     assert codes[1] == 2
     assert codes[0] != 0
-    done = {"read": "read from", "write": "written to"}[verb]
+    phrase = {"read": "read from", "write": "written to"}[verb]
     errors = [line for line in output.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1
-    assert f"can't be {done} the offload file of rank 1 in {scratch}: Input/output" in output
+    assert f"can't be {phrase} the offload file of rank 1 in {scratch}: Input/output" in output
     assert assert_prefix(out, reference) < STEPS
     assert run_forked(replace(config, resume=True)) == [0, 0]
     assert_same_end(out, reference, step=STEPS)

@@ -22,8 +22,8 @@ def write_documents(path: Path, lengths: list[int]) -> list[list[int]]:
     return documents
 
 
-def sequences(take_rows: Windows) -> list[list[list[int]]]:
-    return [[ids.tolist() for ids in take_rows[row].sequences()] for row in range(len(take_rows))]
+def sequences(windows: Windows) -> list[list[list[int]]]:
+    return [[ids.tolist() for ids in windows[row].sequences()] for row in range(len(windows))]
 
 
 def test_windows_are_consecutive_and_split_at_documents(tmp_path: Path) -> None:
@@ -47,7 +47,7 @@ def test_batches_keep_the_mixture_and_pass_ends_with_shortest_file() -> None:
     first, later = take_rows(stream, 80), take_rows(stream, 80)
 
     assert stream.num_rows == 80  # 60 of the first file, a third of that of the other
-    assert all([file for file, _ in first[at : at + 4]].count(0) == 3 for at in range(0, 80, 4))
+    assert all([file for file, _ in first[i : i + 4]].count(0) == 3 for i in range(0, 80, 4))
     for part in (first, later):
         assert sorted(row for file, row in part if file == 0) == list(range(60))
     assert len({row for file, row in first + later if file == 1}) == 40

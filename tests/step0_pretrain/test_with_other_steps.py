@@ -40,8 +40,8 @@ def plan_run(out: Path, *argv: str) -> Plan:
     return make_plan(["--output-dir", str(out), *argv], STAGES)
 
 
-def get_path(plan_run: Plan, name: str) -> str:
-    config: Any = plan_run.configs[name]
+def get_path(plan: Plan, name: str) -> str:
+    config: Any = plan.configs[name]
     return config.model.path
 
 

@@ -86,10 +86,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any], int]] = {
 }
 
 
-@pytest.mark.jobs
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=() if n in SHORT else pytest.mark.grid) for n in LAYOUTS]
-)
+@pytest.mark.grid
+@pytest.mark.parametrize("name", LAYOUTS)
 def test_pipelines_with_data_parallelism_match_data_parallelism(name: str, tmp_path: Path) -> None:
     world, changes, model, reference_world = LAYOUTS[name]
     task = write_task(tmp_path, "llama", tie_word_embeddings=True)

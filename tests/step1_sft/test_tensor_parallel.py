@@ -90,14 +90,13 @@ def test_two_tensor_parallel_ranks_match_one_process(case: str, tmp_path: Path) 
             if name == "eval_perplexity":  # its logarithm is a loss
                 actual, target = math.log(actual), math.log(target)
             assert actual == pytest.approx(target, rel=factor * bound), name
-    first, after = together["metrics"][1], single["metrics"][1]
-    assert first["loss"] == pytest.approx(after["loss"], rel=bound)
-    assert first["grad_norm"] == pytest.approx(after["grad_norm"], rel=5 * bound)
+    line, expected = together["metrics"][1], single["metrics"][1]
+    assert line["loss"] == pytest.approx(expected["loss"], rel=bound)
+    assert line["grad_norm"] == pytest.approx(expected["grad_norm"], rel=5 * bound)
     assert together["weights"].keys() == single["weights"].keys()
     load = AutoModelForCausalLM.from_pretrained
-    model_tp, expected = load(tmp_path / "together"), load(tmp_path / "alone")
     ids = torch.arange(3, 30)[None]
-    actual, target = model_tp(ids).logits.float(), expected(ids).logits.float()
+    actual, target = (load(tmp_path / out)(ids).logits.float() for out in ("together", "alone"))
     # AdamW's first steps depend on a gradient's sign. Rounding to 16 bits flips that of small
     # ones: weights of one process differ from these as much as from those in fp32.
     if bound < 1e-5:

@@ -54,10 +54,6 @@ def read_metric(config: SFTConfig, name: str) -> list[float]:
     return [record[name] for line in lines if name in (record := json.loads(line))]
 
 
-def result(config: SFTConfig) -> dict[str, Any]:
-    return json.loads((config.output_dir / "result.json").read_text())["eval"]
-
-
 @pytest.mark.parametrize("micro_batch_size", [1, 4])
 @torch.no_grad()
 def test_perplexity_is_the_exponential_of_the_mean_target_nll(
@@ -92,10 +88,10 @@ def test_initial_weights_are_exported_if_training_did_not_improve_them(
 
     train(replace(config, model=replace(config.model, optim=optim)))
 
-    (said,) = (text for text in caplog.messages if "did not improve the perplexity" in text)
-    before, after = map(float, re.findall(r"([\d.e+]+) (?:before|after)", said))
+    (message,) = (text for text in caplog.messages if "did not improve the perplexity" in text)
+    before, after = map(float, re.findall(r"([\d.e+]+) (?:before|after)", message))
     assert before < after
-    assert "so the initial weights are exported; lower model.optim.lr (now 9)" in said
+    assert "so the initial weights are exported; lower model.optim.lr (now 9)" in message
 
 
 def train_losses(config: SFTConfig) -> list[float]:

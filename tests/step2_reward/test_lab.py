@@ -93,16 +93,16 @@ def test_changed_responses_are_endless_halved_and_repeated() -> None:
     chat = load_chat(FrozenModelConfig(path=EMBEDDED), DataConfig())
     prompt = (Message("user", "Hi"),)
     example = Example(prompt, (Message("assistant", "abcdef"),))
-    before = chat.encode_prompt(prompt)
+    prompt_ids = chat.encode_prompt(prompt)
     full = chat.encode(prompt, example.chosen).input_ids
-    *response_ids, end = full[len(before) :]
+    *response_ids, end = full[len(prompt_ids) :]
     doubled = chat.encode(prompt, (Message("assistant", "abcdef abcdef"),)).input_ids
 
-    changed = change_response(example, chat, max_length=len(doubled))
+    versions = change_response(example, chat, max_length=len(doubled))
 
-    half = response_ids[: len(response_ids) // 2]
-    assert [row.input_ids for row in changed] == [full, full[:-1], [*before, *half, end], doubled]
+    halved = [*prompt_ids, *response_ids[: len(response_ids) // 2], end]
+    assert [version.input_ids for version in versions] == [full, full[:-1], halved, doubled]
     assert change_response(example, chat, max_length=len(doubled) - 1) == []
-    for context, text, kept in ((prompt, "ab", 4), (prompt, "a", 0), ((), "ab", 0)):
+    for context, text, num_versions in ((prompt, "ab", 4), (prompt, "a", 0), ((), "ab", 0)):
         other = Example(context, (Message("assistant", text),))
-        assert len(change_response(other, chat, max_length=99)) == kept
+        assert len(change_response(other, chat, max_length=99)) == num_versions

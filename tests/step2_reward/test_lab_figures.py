@@ -27,7 +27,7 @@ def simulate_pairs(count: int, *, sharpness: float = 1.0) -> torch.Tensor:
     return torch.stack([sharpness * chosen, torch.zeros(count)], dim=1)
 
 
-def first_labels(logits: torch.Tensor) -> torch.Tensor:
+def zero_classes(logits: torch.Tensor) -> torch.Tensor:
     return torch.zeros(len(logits), dtype=torch.int64)
 
 
@@ -35,7 +35,7 @@ def test_calibration_error_of_a_calibrated_simulator_converges_to_0() -> None:
     errors = []
     for count in (1_000, 100_000):
         logits = simulate_pairs(count)
-        errors.append(expected_error(make_bins(logits, first_labels(logits))))
+        errors.append(expected_error(make_bins(logits, zero_classes(logits))))
 
     assert errors[1] < 0.006 < errors[0] < 0.06
 
@@ -43,7 +43,7 @@ def test_calibration_error_of_a_calibrated_simulator_converges_to_0() -> None:
 def test_temperature_scaling_corrects_an_overconfident_model() -> None:
     logits = simulate_pairs(50_000, sharpness=3.0)
 
-    calibration = calibrate(logits, first_labels(logits))
+    calibration = calibrate(logits, zero_classes(logits))
 
     assert calibration["temperature"] == pytest.approx(3.0, rel=0.03)
     assert calibration["ece"] < 0.01

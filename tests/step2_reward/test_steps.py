@@ -154,13 +154,13 @@ def test_response_score_is_min_last_or_product_of_steps(trained: RewardConfig) -
         "product": logits[first].sigmoid().log().sum(),
     }.items():
         model.config.step_score = scorer.model.config.step_score = mode
-        judge = RewardModel(load_classifier(trained.model, device=CPU), trained.model)
+        reward_model = RewardModel(load_classifier(trained.model, device=CPU), trained.model)
         with torch.no_grad():
             scores = scorer.final_scores(batch)
         torch.testing.assert_close(scores[0], expected)
-        judge.hf_config = model.config
-        judge.engine.model.load_state_dict(scorer.state_dict())
-        torch.testing.assert_close(judge.scores([batch])[0][0], expected)
+        reward_model.hf_config = model.config
+        reward_model.engine.model.load_state_dict(scorer.state_dict())
+        torch.testing.assert_close(reward_model.scores([batch])[0][0], expected)
     assert score_responses(path, [(prompt, response)]) == pytest.approx([logits[first[1]].item()])
 
 

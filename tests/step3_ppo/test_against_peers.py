@@ -51,10 +51,10 @@ def our_loss(
     flat, old = logprobs[MASK], OLD[MASK]
     lengths = torch.tensor(LENGTHS, dtype=torch.float64)[:, None].expand_as(MASK)[MASK]
     weighting = Weighting(aggregate, int(MASK.sum()), len(LENGTHS), MAX_NEW_TOKENS)
-    method = LOSSES[loss]
-    ratio = method.ratio(flat, old, MASK)
+    policy_loss = LOSSES[loss]
+    ratio = policy_loss.ratio(flat, old, MASK)
     advantages = ADVANTAGES[:, None].expand_as(MASK)[MASK]
-    losses = method.losses(ratio, flat, advantages, region)
+    losses = policy_loss.losses(ratio, flat, advantages, region)
     if kl_coef:
         token_ratio = (flat - old).exp()
         losses = losses + kl_coef * KL_LOSSES[estimator](flat - REFERENCE[MASK], token_ratio)

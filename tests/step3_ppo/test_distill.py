@@ -195,8 +195,8 @@ def test_invalid_teacher_is_rejected(toy: Path, tmp_path: Path) -> None:
         replace(config, rewards=sources)
     with pytest.raises(ConfigError, match="--teacher requires --method distill or gkd, not grpo"):
         replace(config, method="grpo", output_dir=Path("out/step3_ppo"))
-    full = distill_config(toy, "gkd")
+    gkd = distill_config(toy, "gkd")
     with pytest.raises(ConfigError, match="gkd compares all logits, which servers don't return"):
-        replace(full, teacher=FrozenModelConfig(), teacher_url="http://127.0.0.1:1/v1")
+        replace(gkd, teacher=FrozenModelConfig(), teacher_url="http://127.0.0.1:1/v1")
     with pytest.raises(ConfigError, match="--method gkd learns from its teacher alone"):
-        replace(full, entropy_coef=0.1)
+        replace(gkd, entropy_coef=0.1)

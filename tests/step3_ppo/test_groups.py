@@ -31,8 +31,8 @@ def test_group_responses_differ_and_share_their_prompt(toy: Path) -> None:
     torch.testing.assert_close(experience.logprobs[experience.mask], logprobs, rtol=0, atol=1e-5)
 
     assert len({tuple(response.ids) for response in responses[:4]}) > 1
-    of_response = rollout.advantages[:, 0].view(2, 4)  # all tokens have the response's advantage
-    torch.testing.assert_close(of_response.sum(dim=1), torch.zeros(2), rtol=0, atol=1e-5)
+    advantages = rollout.advantages[:, 0].view(2, 4)  # all tokens have the response's advantage
+    torch.testing.assert_close(advantages.sum(dim=1), torch.zeros(2), rtol=0, atol=1e-5)
     torch.testing.assert_close(
-        of_response.argmax(dim=1), rollout.reward_score.view(2, 4).argmax(dim=1)
+        advantages.argmax(dim=1), rollout.reward_score.view(2, 4).argmax(dim=1)
     )

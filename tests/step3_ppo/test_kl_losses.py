@@ -32,7 +32,7 @@ REVERSE_KL_GRADIENT = gradient(lambda logprobs: (REFERENCE.exp() * (REFERENCE - 
 """The gradient of KL(pi_ref || pi)."""
 
 
-def expected(estimator: str, sampler: Tensor | None = None) -> Tensor:
+def expected_gradient(estimator: str, sampler: Tensor | None = None) -> Tensor:
     """The mean gradient of a loss over tokens sampled by the policy, or by `sampler`."""
 
     def loss(logprobs: Tensor) -> Tensor:
@@ -48,12 +48,12 @@ def is_close(actual: Tensor, target: Tensor) -> bool:
 
 
 def test_k2_and_k3_is_have_the_kl_gradient_and_k3_the_reverse() -> None:
-    assert is_close(expected("k2"), KL_GRADIENT)
-    assert is_close(expected("k3_is"), KL_GRADIENT)
-    assert is_close(expected("k3"), REVERSE_KL_GRADIENT)
+    assert is_close(expected_gradient("k2"), KL_GRADIENT)
+    assert is_close(expected_gradient("k3_is"), KL_GRADIENT)
+    assert is_close(expected_gradient("k3"), REVERSE_KL_GRADIENT)
     assert 0.5 < torch.cosine_similarity(REVERSE_KL_GRADIENT, KL_GRADIENT, dim=0).item() < 0.99
-    assert is_close(expected("k3_is", OLD_POLICY), KL_GRADIENT)  # also on tokens of an older policy
-    assert not is_close(expected("k2", OLD_POLICY), KL_GRADIENT)
+    assert is_close(expected_gradient("k3_is", OLD_POLICY), KL_GRADIENT)  # also off-policy
+    assert not is_close(expected_gradient("k2", OLD_POLICY), KL_GRADIENT)
 
 
 def test_k1_as_a_loss_has_zero_expected_gradient() -> None:

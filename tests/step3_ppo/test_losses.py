@@ -29,8 +29,8 @@ def compute_advantages_by_definition(
     rewards: list[float], values: list[float], gamma: float, lam: float
 ) -> list[float]:
     """Sum over l of (gamma lambda)^l delta_{t+l} for a sequence, with value 0 after its end."""
-    after = [*values[1:], 0.0]
-    deltas = [r + gamma * n - v for r, n, v in zip(rewards, after, values, strict=True)]
+    next_values = [*values[1:], 0.0]
+    deltas = [r + gamma * n - v for r, n, v in zip(rewards, next_values, values, strict=True)]
     return [
         sum((gamma * lam) ** later * delta for later, delta in enumerate(deltas[t:]))
         for t in range(len(deltas))
@@ -70,11 +70,11 @@ def test_whitening_gives_mean_0_and_variance_1() -> None:
     real = values[mask]
     mean, variance = real.mean().item(), real.var(correction=0).item()
 
-    shifted = whiten(values, mask, mean=mean, variance=variance)
+    whitened = whiten(values, mask, mean=mean, variance=variance)
 
-    assert shifted[mask].mean().item() == pytest.approx(0, abs=1e-12)
-    assert shifted[mask].var(correction=0).item() == pytest.approx(1)
-    assert not shifted[~mask].any()
+    assert whitened[mask].mean().item() == pytest.approx(0, abs=1e-12)
+    assert whitened[mask].var(correction=0).item() == pytest.approx(1)
+    assert not whitened[~mask].any()
 
 
 def loss_at(ratio: float, advantage: float, **settings: float) -> tuple[float, float]:

@@ -20,9 +20,9 @@ def losses_at(
     """Losses of the tokens of `MASK` at old log-probabilities of -2, and their gradients."""
     old = torch.full((5,), -2.0, dtype=F64)
     logprobs = (old + torch.tensor(log_ratios, dtype=F64)).requires_grad_()
-    method = LOSSES[name]
-    ratio = method.ratio(logprobs, old, MASK)
-    losses = method.losses(ratio, logprobs, torch.tensor(advantages, dtype=F64), REGION)
+    policy_loss = LOSSES[name]
+    ratio = policy_loss.ratio(logprobs, old, MASK)
+    losses = policy_loss.losses(ratio, logprobs, torch.tensor(advantages, dtype=F64), REGION)
     losses.sum().backward()
     assert logprobs.grad is not None
     return losses.tolist(), logprobs.grad.tolist()
@@ -63,9 +63,9 @@ def test_cispo_bounds_token_weights_and_keeps_gradients() -> None:
 
     losses, gradients = losses_at("cispo", ratios, [1.0, 1.0, 1.0, -2.0, -2.0])
 
-    shares = [1.1, 1.3, 0.2, 1.0, 1.3]  # bounded above 1.3, unchanged below 1
+    weights = [1.1, 1.3, 0.2, 1.0, 1.3]  # bounded above 1.3, unchanged below 1
     assert gradients == pytest.approx(
-        [-w * a for w, a in zip(shares, [1, 1, 1, -2, -2], strict=True)]
+        [-w * a for w, a in zip(weights, [1, 1, 1, -2, -2], strict=True)]
     )
     assert losses[3] == pytest.approx(2 * -2.0)
 

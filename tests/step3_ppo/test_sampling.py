@@ -54,7 +54,7 @@ def test_refills_take_the_next_prompts_with_new_keys() -> None:
     assert prompts.stream.state_dict() == {"position": 10, "dropped": []}
 
 
-def read_own_prompts() -> tuple[dict[int, list[int]], list[int], list[int]]:
+def read_local_prompts() -> tuple[dict[int, list[int]], list[int], list[int]]:
     """This process's prompts by key and refilled groups, and the dead groups of all."""
     prompts = make_prompts()
     first, refill = prompts.next_batch(), prompts.next_batch([0, 1, 2])
@@ -103,13 +103,13 @@ def test_two_processes_share_the_prompts_of_one() -> None:
     prompts = make_prompts()
     expected = prompts_by_key(prompts.next_batch(), prompts.next_batch([0, 1, 2]))
 
-    (first, first_groups, dead), (second, second_groups, same) = run_ranks(read_own_prompts)
+    (first, first_groups, dead), (second, second_groups, other_dead) = run_ranks(read_local_prompts)
 
     assert first | second == expected
     assert not first.keys() & second.keys()
     assert (first_groups, second_groups) == ([0, 2], [1])
     # The first process has groups 0 and 2, the second 1 and 3.
-    assert dead == same == [0, 3]
+    assert dead == other_dead == [0, 3]
 
 
 @pytest.mark.jobs

@@ -209,7 +209,7 @@ def test_ppo_increases_the_reward(toy: Path) -> None:
     config = replace(
         config, actor=replace(config.actor, optim=replace(config.actor.optim, lr=0.02))
     )
-    models, prompts, even = toy_models(config), PROMPTS * 3, list[float]()
+    models, prompts, mean_shares = toy_models(config), PROMPTS * 3, list[float]()
 
     for step in range(1, 15):
         keys = range(24 * step, 24 * (step + 1))
@@ -218,7 +218,7 @@ def test_ppo_increases_the_reward(toy: Path) -> None:
         shares = [sum(token % 2 == 0 for token in r.ids) / len(r.ids) for r in responses]
         rollout = compute_advantages(experience, torch.tensor(shares), config, kl_coef=0.0)
         update_policy(models, rollout, config, step=step, ema=None, ptx=None)
-        even.append(sum(shares) / len(shares))
+        mean_shares.append(sum(shares) / len(shares))
 
-    assert even[0] < 0.6
-    assert even[-1] > 0.9  # .95 here; it varies between processors
+    assert mean_shares[0] < 0.6
+    assert mean_shares[-1] > 0.9  # .95 here; it varies between processors

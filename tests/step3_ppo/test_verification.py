@@ -18,11 +18,11 @@ def test_verifier_scores_run_and_hand_written_prompts(toy: Path, tmp_path: Path)
     models = toy_models(config)
     dialogues = [(Message("user", question.text),) for question in held_out_questions()[:2]]
     prompts = [Prompt(messages, models.chat.encode_prompt(messages)) for messages in dialogues]
-    held = HeldOut(models, prompts, config)
-    answers = held.answer_all()
+    held_out = HeldOut(models, prompts, config)
+    answers = held_out.answer_all()
 
     answers_by_model = {"step1_sft": answers, "step3_ppo": answers}
-    figures = judge_samples(held, answers_by_model, tmp_path / "samples.json")
+    figures = judge_samples(held_out, answers_by_model, tmp_path / "samples.json")
 
     assert figures["judge"] == {"step1_sft": 0.0, "step3_ppo": 0.0}  # untrained
     assert figures["judge_talk"] == 0.0

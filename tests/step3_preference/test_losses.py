@@ -38,8 +38,8 @@ def gradient(loss: Callable[[Tensor], Tensor], h: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_losses_have_the_initial_value_and_are_sums(name: str) -> None:
-    loss, first = LOSSES[name]
-    assert loss(torch.zeros(3, dtype=torch.float64)).item() == pytest.approx(3 * first, abs=1e-12)
+    loss, initial = LOSSES[name]
+    assert loss(torch.zeros(3, dtype=torch.float64)).item() == pytest.approx(3 * initial, abs=1e-12)
     total = sum(loss(h[None]) for h in H)
     torch.testing.assert_close(loss(H), total, rtol=1e-14, atol=0)
 
@@ -65,13 +65,13 @@ def test_losses_match_hand_computed_values() -> None:
     assert nll_loss(torch.tensor([-0.5, -1.5])).item() == 2.0
 
 
-@pytest.mark.parametrize("share", [0.1, 0.3])
-def test_robust_loss_averaged_over_label_noise_is_the_clean_loss(share: float) -> None:
+@pytest.mark.parametrize("noise", [0.1, 0.3])
+def test_robust_loss_averaged_over_label_noise_is_the_clean_loss(noise: float) -> None:
     def robust(h: Tensor) -> Tensor:
-        return sigmoid_loss(h, beta=0.1, label_smoothing=share, robust=True)
+        return sigmoid_loss(h, beta=0.1, label_smoothing=noise, robust=True)
 
     for h in H:
-        mean = (1 - share) * robust(h[None]) + share * robust(-h[None])
+        mean = (1 - noise) * robust(h[None]) + noise * robust(-h[None])
         torch.testing.assert_close(mean, sigmoid_loss(h[None], beta=0.1), rtol=1e-13, atol=0)
 
 
