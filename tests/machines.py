@@ -7,7 +7,6 @@ them requires root.
 import os
 import shutil
 import subprocess
-from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
@@ -68,10 +67,6 @@ class Machines:
         file = directory / "hosts"
         file.write_text("".join(f"{name} slots={slots}\n" for name in self.names))
         return file
-
-    def run(self, name: str, *command: str) -> Sequence[str]:
-        """The command line that runs words on a machine."""
-        return [str(self.ssh), name, " ".join(command)]
 
     def disconnect(self) -> None:
         """Cut the cable: packets are lost without notice."""
