@@ -143,8 +143,8 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     lines = "".join(json.dumps(row) + "\n" for row in rows)
     for name in ("my.jsonl", "pairs.jsonl", "IN.jsonl", "rows.jsonl"):
         (home / name).write_text(lines)
-    kept = [{"prompt": f"{n} + 1?", "response": f"{n + 1}", "label": n % 3 > 0} for n in range(40)]
-    (home / "labeled.jsonl").write_text("".join(json.dumps(row) + "\n" for row in kept))
+    rated = [{"prompt": f"{n} + 1?", "response": f"{n + 1}", "label": n % 3 > 0} for n in range(40)]
+    (home / "labeled.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rated))
     table = "prompt,response,label\n" + "".join(f"{n} + 1?,{n + 1},{n % 3}\n" for n in range(40))
     for name in ("rows.csv", "held_out.csv"):
         (home / name).write_text(table)

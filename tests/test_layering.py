@@ -123,11 +123,11 @@ def test_subpackages_import_only_lower_layers(package: str, layers: tuple[set[st
         is_version = path == Path(package, "__init__.py")
         if file.name == "__main__.py" or str(path) in PROGRAMS or is_version:
             continue
-        this = path.parts[1].removesuffix(".py")
+        name = path.parts[1].removesuffix(".py")
         for module in find_imports(file):
-            if not module.startswith(f"{package}.") or subpackage(module) in (this, "__version__"):
+            if not module.startswith(f"{package}.") or subpackage(module) in (name, "__version__"):
                 continue
-            if layer[subpackage(module)] >= layer[this]:
+            if layer[subpackage(module)] >= layer[name]:
                 violations.add(f"{path} imports {module}")
 
     assert not violations, "\n".join(sorted(violations))
@@ -146,8 +146,8 @@ def test_architecture_page_shows_the_layers_and_names_existing_files() -> None:
 
 def test_modules_have_no_circular_imports() -> None:
     """Imports within functions count."""
-    names = module_files()
-    graph = {name: names.keys() & set(find_imports(file)) for name, file in names.items()}
+    files = module_files()
+    graph = {name: files.keys() & set(find_imports(file)) for name, file in files.items()}
 
     assert sum(map(len, graph.values())) > 1000
     TopologicalSorter(graph).prepare()
@@ -156,11 +156,11 @@ def test_modules_have_no_circular_imports() -> None:
 @pytest.mark.parametrize("folder", ["pipeline.models", "pipeline.engine", "pipeline.data"])
 def test_folders_of_a_subpackage_have_no_circular_imports(folder: str) -> None:
     """A folder counts as one: no file of it imports a file that imports another file of it."""
-    names = {name: file for name, file in module_files().items() if name.startswith(f"{folder}.")}
-    children = {name: name.removeprefix(f"{folder}.").split(".")[0] for name in names}
+    files = {name: file for name, file in module_files().items() if name.startswith(f"{folder}.")}
+    children = {name: name.removeprefix(f"{folder}.").split(".")[0] for name in files}
     graph = dict[str, set[str]]()
-    for name, file in names.items():
-        imports = {children[module] for module in find_imports(file) if module in names}
+    for name, file in files.items():
+        imports = {children[module] for module in find_imports(file) if module in files}
         graph.setdefault(children[name], set()).update(imports - {children[name]})
 
     assert len(graph) > 4

@@ -33,15 +33,15 @@ from tests.distributed import run_ranks
 from tests.step3_ppo.toy import FEW
 
 DATA = replace(FEW, max_eval_rows=6, max_length=64)
-STEPS_BEFORE_CUT = 2
+HALF_STEPS = 2
 """Steps before the interruption, and after it."""
 
 COMMON: dict[str, Any] = {
     "data": DATA,
-    "max_steps": 2 * STEPS_BEFORE_CUT,
+    "max_steps": 2 * HALF_STEPS,
     "batch_size": 8,
     "micro_batch_size": 2,
-    "save_every": STEPS_BEFORE_CUT,
+    "save_every": HALF_STEPS,
 }
 TIME_PREFIXES = ("seconds", "tokens_per_second", "memory_gb", "bubble")
 
@@ -124,7 +124,7 @@ def read_checkpoint(out: Path, step: int) -> dict[str, torch.Tensor]:
 def copy_interrupted(full_run: Path, out: Path) -> None:
     """Copy a finished run as if it had been killed after its first checkpoint."""
     shutil.copytree(full_run, out)
-    for path in (out / "checkpoints").glob(f"step_*{2 * STEPS_BEFORE_CUT}"):
+    for path in (out / "checkpoints").glob(f"step_*{2 * HALF_STEPS}"):
         shutil.rmtree(path)
     (out / "result.json").unlink()
     for path in out.rglob("model.safetensors"):
@@ -179,8 +179,8 @@ def test_interrupted_run_resumes_bitwise(
 
     assert read_metrics(resumed) == read_metrics(full_run)
     expected, actual = (
-        read_checkpoint(full_run, 2 * STEPS_BEFORE_CUT),
-        read_checkpoint(resumed, 2 * STEPS_BEFORE_CUT),
+        read_checkpoint(full_run, 2 * HALF_STEPS),
+        read_checkpoint(resumed, 2 * HALF_STEPS),
     )
     assert expected.keys() == actual.keys()
     for key, tensor in expected.items():

@@ -93,9 +93,9 @@ def test_observations_are_excluded_from_gradient_kl_and_entropy(toy: Path) -> No
     plain = AutoModelForCausalLM.from_pretrained(toy / "ending")
     logits = plain(ids).logits[0]
     logits.retain_grad()
-    policy = logits.log_softmax(-1)
-    logprobs = policy[answer_positions - 1, ids[0, answer_positions]]
-    entropy = -(policy.exp() * policy).sum(-1)[answer_positions - 1]
+    log_policy = logits.log_softmax(-1)
+    logprobs = log_policy[answer_positions - 1, ids[0, answer_positions]]
+    entropy = -(log_policy.exp() * log_policy).sum(-1)[answer_positions - 1]
 
     experience = score_responses(models, [[], []], [episode] * 2, config)
     rollout = compute_advantages(

@@ -79,17 +79,17 @@ def test_advantages_are_whitened_but_returns_are_not(models: Models, toy: Path) 
     mask, score = experience.mask, torch.tensor([1.0, 2.0, 3.0])
     experience = replace(experience, ref_logprobs=experience.logprobs - 0.5 * mask)
 
-    plain, white = (
+    plain, whitened = (
         compute_advantages(experience, score, toy_config(toy, lam=1.0, **changes), kl_coef=0.2)
         for changes in ({"whiten_advantages": False}, {})
     )
 
     torch.testing.assert_close(plain.returns[:, 0], score - 0.2 * 0.5 * mask.sum(dim=1))
-    assert torch.equal(white.returns, plain.returns)
+    assert torch.equal(whitened.returns, plain.returns)
     expected = plain.advantages[mask]
     expected = (expected - expected.mean()) / expected.std(correction=0)
-    torch.testing.assert_close(white.advantages[mask], expected)
-    assert not white.advantages[~mask].any()
+    torch.testing.assert_close(whitened.advantages[mask], expected)
+    assert not whitened.advantages[~mask].any()
 
 
 def test_statistics_match_hand_computed_values(toy: Path, models: Models) -> None:
