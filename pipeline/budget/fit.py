@@ -139,8 +139,8 @@ def suggest_fix(
     on_device = [option for option in options if "cpu" not in option.values()]
     adapters = for_models(config, {"lora.rank": 16})
     quantized = {**adapters, **for_models(config, {"quantize": "nf4"})}
-    lists = (options, on_device, [*options, adapters], [*on_device, adapters, quantized])
-    fixes = (merge_until_fit(config, machine, estimate, candidates) for candidates in lists)
+    option_lists = (options, on_device, [*options, adapters], [*on_device, adapters, quantized])
+    fixes = (merge_until_fit(config, machine, estimate, candidates) for candidates in option_lists)
     return next((fix for fix in fixes if fix is not None), None)
 
 
@@ -155,21 +155,21 @@ def choose_settings(
         origins: for a directory that an earlier step has yet to write, the model it starts from.
         given: dotted names of settings that the user gave, which are kept.
     """
-    smaller = replace(
+    target = replace(
         machine,
         gpu_bytes=machine.gpu_bytes and int(TARGET_FRACTION * machine.gpu_bytes),
         host_bytes=machine.host_bytes and int(TARGET_FRACTION * machine.host_bytes),
     )
     work = config.workload(machine.world)
     local_batch = -(-config.batch_size // work.data_processes)
-    largest = max(1, min(local_batch, MAX_EFFICIENT_TOKENS // work.length))
+    max_size = max(1, min(local_batch, MAX_EFFICIENT_TOKENS // work.length))
     fastest = {
         **for_models(config, {"zero_stage": 2 if machine.world > 1 else 0}),
-        "micro_batch_size": largest,
+        "micro_batch_size": max_size,
     }
-    efficient = max(1, min(largest, MIN_EFFICIENT_TOKENS // work.length))
+    efficient_size = max(1, min(max_size, MIN_EFFICIENT_TOKENS // work.length))
     options = [
-        {"micro_batch_size": efficient},
+        {"micro_batch_size": efficient_size},
         *list_savings(config, machine, origins),
         {"micro_batch_size": 1},
     ]
@@ -185,10 +185,10 @@ def choose_settings(
         fastest, start = {}, config
     for offloads in (False, True):  # shard before offloading
         allowed = [o for o in map(without_given, options) if offloads or "cpu" not in o.values()]
-        savings = merge_until_fit(start, smaller, estimate, [{}, *allowed])
+        savings = merge_until_fit(start, target, estimate, [{}, *allowed])
         if savings is not None:
             chosen = {**without_given(fastest), **savings}
-            generation = _fit_generation(replace_settings(config, chosen), smaller, estimate)
+            generation = _fit_generation(replace_settings(config, chosen), target, estimate)
             return {**chosen, **without_given(generation)}
     return {}
 

@@ -250,14 +250,14 @@ class _ModelMemory:
         """Return the bytes of logits with their gradients, in one pass or in tiles."""
         shape = self.model.shape
         num_logits = targets * shape.vocabulary / self.tp
-        times = 2 if shape.itemsize == 4 else 4
+        num_copies = 2 if shape.itemsize == 4 else 4
         tile = TILE_LOGITS["cuda" if self.machine.has_gpu else "cpu"]
         head = shape.vocabulary * shape.hidden / self.tp if trains and shape.head_is_trained else 0
         if trains and self.work.compares_logits:  # 8 tensors of half a tile
             return 16 * min(2 * num_logits, tile) + (4 + shape.itemsize) * head
         if num_logits <= MAX_UNTILED_LOGITS:
-            return 4 * times * num_logits
-        return 4 * (times * tile + head)
+            return 4 * num_copies * num_logits
+        return 4 * (num_copies * tile + head)
 
     def replica(self, generation: Generation) -> Iterator[Item]:
         """Yield a copy of the weights for generation, if one is needed."""
@@ -275,17 +275,17 @@ class _ModelMemory:
         kv_width = max(1.0, shape.kv_width / generation.tensor_parallel)
         page_bytes = PAGE_SIZE * 2 * shape.layers * kv_width * shape.itemsize
         # The sequences of a group share the full pages of their prompt.
-        shared = (min(generation.prompt_length, max_length) - 1) // PAGE_SIZE
-        unshared = -(-max_length // PAGE_SIZE) - shared
+        shared_pages = (min(generation.prompt_length, max_length) - 1) // PAGE_SIZE
+        unshared_pages = -(-max_length // PAGE_SIZE) - shared_pages
         prompts = min(generation.slots, -(-generation.max_concurrent // generation.group_size))
         if self.machine.has_gpu:  # graphs share the memory of the widest pass
-            row = (shape.saved_elements + shape.vocabulary) * shape.itemsize
-            yield Item("graphs", CUBLAS + generation.slots * row, min_bytes=CUBLAS + row)
-        sampling = SAMPLING_BYTES * shape.vocabulary
-        num_pages = 1 + prompts * shared + generation.slots * unshared
-        min_pages = 1 + shared + unshared
+            per_row = (shape.saved_elements + shape.vocabulary) * shape.itemsize
+            yield Item("graphs", CUBLAS + generation.slots * per_row, min_bytes=CUBLAS + per_row)
+        sampling_bytes = SAMPLING_BYTES * shape.vocabulary
+        num_pages = 1 + prompts * shared_pages + generation.slots * unshared_pages
+        min_pages = 1 + shared_pages + unshared_pages
         yield Item("kv_cache", num_pages * page_bytes, min_bytes=min_pages * page_bytes)
-        yield Item("logits", generation.slots * sampling, min_bytes=sampling)
+        yield Item("logits", generation.slots * sampling_bytes, min_bytes=sampling_bytes)
         prompt_tokens = generation.slots * generation.prompt_length
         tokens = min(PREFILL_TOKENS[self.machine.has_gpu], prompt_tokens)
         yield Item("activations", tokens * shape.saved_elements * shape.itemsize)
@@ -301,8 +301,8 @@ def _make_phase(
     kind = "cuda" if machine.has_gpu else "cpu"
     transient = [item for item in items if item.kind in TRANSIENT and item.location == "device"]
     slack, min_slack = (
-        max(SLACK[kind] * _total_bytes(memory), MIN_SLACK[kind])
-        for memory in (transient, Phase(name, tuple(transient)).at_minimum().items)
+        max(SLACK[kind] * _total_bytes(temporary), MIN_SLACK[kind])
+        for temporary in (transient, Phase(name, tuple(transient)).at_minimum().items)
     )
     return Phase(name, (*items, Item("slack", slack, min_bytes=min_slack)))
 
@@ -335,9 +335,9 @@ def _train_items(
     largest = max([*scoring, *training], key=_total_bytes, default=[])
     yield from largest
     # The main process compares an export with a copy that it loads on the CPU, if that fits.
-    exports = (memory.model.shape.merged_bytes for memory in trained)
-    copy = max(exports, default=0) - (0 if machine.has_gpu else _total_bytes(largest))
-    yield Item("export", max(0, copy), "host" if machine.has_gpu else "device", min_bytes=0)
+    export_bytes = (memory.model.shape.merged_bytes for memory in trained)
+    copy_bytes = max(export_bytes, default=0) - (0 if machine.has_gpu else _total_bytes(largest))
+    yield Item("export", max(0, copy_bytes), "host" if machine.has_gpu else "device", min_bytes=0)
 
 
 def _generate_items(
@@ -373,8 +373,8 @@ def memory_table(memory: StepMemory, machine: Machine) -> Iterator[str]:
     """Yield the lines of a table: memory by kind and phase, on the device, host and disk."""
     unit, name = (GIB, "GiB") if memory.peak("device") >= 10 * GIB else (MIB, "MiB")
 
-    def row(name: str, sizes: Iterable[int]) -> str:
-        return f"  {name:<18}" + "".join(f"{size / unit:>10.1f}" for size in sizes)
+    def row(label: str, sizes: Iterable[int]) -> str:
+        return f"  {label:<18}" + "".join(f"{size / unit:>10.1f}" for size in sizes)
 
     for role, count in memory.parameters.items():
         yield f"  {role:<18} {count / 1e6:,.1f}M parameters"

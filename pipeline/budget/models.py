@@ -138,8 +138,8 @@ def _config_value(config: object, *names: str, default: int = 0) -> int:
     return default
 
 
-def _compute_shape(module: "nn.Module", plain: "PreTrainedModel", parameters: int) -> Shape:
-    config = plain.config.get_text_config()
+def _compute_shape(module: "nn.Module", base: "PreTrainedModel", parameters: int) -> Shape:
+    config = base.config.get_text_config()
     hidden = _config_value(config, "hidden_size", "d_model", default=1)
     heads = _config_value(config, "num_attention_heads", default=1)
     head_dim = _config_value(config, "head_dim", default=hidden // heads)
@@ -151,8 +151,8 @@ def _compute_shape(module: "nn.Module", plain: "PreTrainedModel", parameters: in
         num_bytes[in_block] += param.nbytes
         trained[in_block] += param.numel() * param.requires_grad
         adapters += param.numel() * (".lora_" in name)
-    head = plain.get_output_embeddings()
-    itemsize = plain.dtype.itemsize
+    head = base.get_output_embeddings()
+    itemsize = base.dtype.itemsize
     return Shape(
         layers=_config_value(config, "num_hidden_layers", "n_layers", default=1),
         hidden=hidden,
@@ -219,10 +219,10 @@ def build_models(
         precision = precision if use.settings.precision == "auto" else use.settings.precision
         try:
             settings = replace(use.settings, path=_find_config(path, origins), precision=precision)
-            shared = {item.name: getattr(settings, item.name) for item in fields(FrozenModelConfig)}
+            common = {item.name: getattr(settings, item.name) for item in fields(FrozenModelConfig)}
             is_trained = isinstance(settings, TrainedModelConfig)
             module = _build_on_meta(
-                FrozenModelConfig(**shared),
+                FrozenModelConfig(**common),
                 settings.lora if isinstance(settings, TrainedModelConfig) else None,
                 is_trained=is_trained,
                 scores=use.scores,

@@ -246,12 +246,12 @@ def _claim_message(message: str) -> bool:
 
     Processes of one torchrun share a directory, which torchrun removes at exit.
     """
-    errors = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if errors is None:
+    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if error_file is None:
         return launched.rank() == 0
-    claim = Path(errors).parent.parent / f"printed-{zlib.crc32(message.encode()):08x}"
+    marker = Path(error_file).parent.parent / f"printed-{zlib.crc32(message.encode()):08x}"
     try:
-        claim.touch(exist_ok=False)
+        marker.touch(exist_ok=False)
     except FileExistsError:
         return False
     except OSError:  # better twice than never

@@ -289,8 +289,8 @@ def _convert_schedule(file: DeepSpeedFile) -> dict[str, Any]:
     if "warmup_max_lr" in params:
         settings["optim.lr"] = params.pop("warmup_max_lr")
     if params:
-        name = next(iter(params))
-        raise file.error(f"scheduler.params.{name}", "is not supported; remove it")
+        param = next(iter(params))
+        raise file.error(f"scheduler.params.{param}", "is not supported; remove it")
     return settings
 
 
@@ -336,15 +336,15 @@ def parse_file(path: Path) -> DeepSpeedFile:
 
 
 def _classify_keys(section: Mapping[str, Any], file: DeepSpeedFile, prefix: str = "") -> None:
-    for word, value in section.items():
-        name = f"{prefix}{word}"
-        if word.startswith("_") or value is None:  # such as "_comment", since JSON has no comments
+    for key, value in section.items():
+        name = f"{prefix}{key}"
+        if key.startswith("_") or value is None:  # such as "_comment", since JSON has no comments
             continue
         if name in SUPPORTED:
             file.supported[name] = value
             if name == "scheduler.params" and isinstance(value, Mapping):
-                unused = [key for key in IGNORED_PARAMS if value.get(key) not in (None, AUTO)]
-                file.ignored.extend(f"{name}.{key}" for key in unused)
+                unused = [param for param in IGNORED_PARAMS if value.get(param) not in (None, AUTO)]
+                file.ignored.extend(f"{name}.{param}" for param in unused)
         elif any(fnmatch(name, pattern) for pattern in IGNORED):
             if not (isinstance(value, Mapping) and value.get("enabled") is False):
                 file.ignored.append(name)

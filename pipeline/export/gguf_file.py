@@ -131,7 +131,7 @@ def read_vocabulary(tokenizer: PreTrainedTokenizerBase, rows: int, path: str) ->
     expected = {text: tokenizer.encode(text, add_special_tokens=False) for text in samples}
     candidates = [(name, False) for name in PATTERNS]
     candidates = [("default", True), ("default", False)] if has_scores else candidates
-    for pre, prefix in candidates:
+    for pre, adds_prefix in candidates:
         vocabulary = Vocabulary(
             model="llama" if has_scores else "gpt2",
             pre=pre,
@@ -141,7 +141,7 @@ def read_vocabulary(tokenizer: PreTrainedTokenizerBase, rows: int, path: str) ->
             merges=[] if has_scores else merges,
             add_bos_token=adds_bos,
             add_eos_token=adds_eos,
-            add_space_prefix=prefix,
+            add_space_prefix=adds_prefix,
         )
         if vocabulary.encodes_as(expected):
             return vocabulary
@@ -359,12 +359,12 @@ class GgufExport:
                 writer.add_key_value(f"tokenizer.ggml.{item.name}", value, kind)
         tokenizer = self.tokenizer
         for kind in ("bos", "unk", "pad"):
-            number = getattr(tokenizer, f"{kind}_token_id")
-            if isinstance(number, int):
-                getattr(writer, f"add_{kind}_token_id")(number)
+            token_id = getattr(tokenizer, f"{kind}_token_id")
+            if isinstance(token_id, int):
+                getattr(writer, f"add_{kind}_token_id")(token_id)
         # llama.cpp stops at any of these three.
-        for kind, number in zip(STOPS, self.stop_ids, strict=False):
-            getattr(writer, f"add_{kind}_token_id")(number)
+        for kind, token_id in zip(STOPS, self.stop_ids, strict=False):
+            getattr(writer, f"add_{kind}_token_id")(token_id)
         if isinstance(tokenizer.chat_template, str):
             writer.add_chat_template(tokenizer.chat_template)
 

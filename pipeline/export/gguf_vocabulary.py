@@ -79,16 +79,16 @@ class Vocabulary:
     @cached_property
     def tokenizer(self) -> Tokenizer:
         """A tokenizer built from these fields only."""
-        numbers = {token: number for number, token in enumerate(self.tokens)}
+        ids = {token: number for number, token in enumerate(self.tokens)}
         if self.model == "llama":
-            merges = self._merges_by_score(numbers)
-            tokenizer = Tokenizer(models.BPE(vocab=numbers, merges=merges, byte_fallback=True))
+            merges = self._merges_by_score(ids)
+            tokenizer = Tokenizer(models.BPE(vocab=ids, merges=merges, byte_fallback=True))
             prefix = [normalizers.Prepend(SPACE)] if self.add_space_prefix else []
             tokenizer.normalizer = normalizers.Sequence([*prefix, normalizers.Replace(" ", SPACE)])
         else:
             pairs = (merge.partition(" ") for merge in self.merges)
             merges = [(left, right) for left, _, right in pairs]
-            bpe = models.BPE(vocab=numbers, merges=merges, ignore_merges=self.pre == IGNORES_MERGES)
+            bpe = models.BPE(vocab=ids, merges=merges, ignore_merges=self.pre == IGNORES_MERGES)
             tokenizer = Tokenizer(bpe)
             splits = (pre_tokenizers.Split(Regex(p), "isolated") for p in PATTERNS[self.pre])
             by_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -101,12 +101,12 @@ class Vocabulary:
         tokenizer.add_special_tokens(special)
         return tokenizer
 
-    def _merges_by_score(self, numbers: Mapping[str, int]) -> list[tuple[str, str]]:
+    def _merges_by_score(self, ids: Mapping[str, int]) -> list[tuple[str, str]]:
         """Return pairs of tokens that merge into another token, highest score first."""
         merged = [t for t, score in zip(self.tokens, self.scores, strict=True) if score < 0]
-        merged.sort(key=lambda token: -self.scores[numbers[token]])
+        merged.sort(key=lambda token: -self.scores[ids[token]])
         pairs = ((token[:end], token[end:]) for token in merged for end in range(1, len(token)))
-        return [(left, right) for left, right in pairs if left in numbers and right in numbers]
+        return [(left, right) for left, right in pairs if left in ids and right in ids]
 
     def encodes_as(self, texts: Mapping[str, Sequence[int]]) -> bool:
         """Return whether the tokenizer encodes each text to the given tokens."""

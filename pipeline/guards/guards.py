@@ -27,8 +27,8 @@ logger = logging.getLogger(__name__)
 
 def significant_decrease(before: float, now: float, count: int) -> float:
     """Return the decrease of a fraction of `count` trials; 0 if within two standard errors."""
-    error = ((now * (1 - now) + before * (1 - before)) / count) ** 0.5
-    return before - now if before - now > 2 * error else 0.0
+    standard_error = ((now * (1 - now) + before * (1 - before)) / count) ** 0.5
+    return before - now if before - now > 2 * standard_error else 0.0
 
 
 class Signals(ABC):

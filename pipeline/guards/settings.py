@@ -71,13 +71,13 @@ def guard_presets(defaults: Sequence[tuple[str, float, int]]) -> dict[str, list[
 
     With `strict`, guards with a window of one check only warn.
     """
-    actions = {"warn": ("warn", "warn"), "strict": ("warn", "rollback"), "none": ("none", "none")}
+    presets = {"warn": ("warn", "warn"), "strict": ("warn", "rollback"), "none": ("none", "none")}
     return {
         keyword: [
-            {"signal": signal, "limit": limit, "window": window, "action": action[window > 1]}
+            {"signal": signal, "limit": limit, "window": window, "action": actions[window > 1]}
             for signal, limit, window in defaults
         ]
-        for keyword, action in actions.items()
+        for keyword, actions in presets.items()
     }
 
 

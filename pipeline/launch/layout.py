@@ -259,9 +259,9 @@ def _slurm_layout(deployment: Deployment, environment: Mapping[str, str]) -> Lay
     names = expand_nodelist(environment.get("SLURM_JOB_NODELIST", ""))
     num_nodes, count = deployment.num_nodes or len(names), len(names)
     require(num_nodes <= count, f"--num-nodes {num_nodes} exceeds the allocation's {count} nodes")
-    gpus = re.search(r"\d+$", environment.get("SLURM_GPUS_ON_NODE", ""))
-    slots = deployment.num_gpus or (int(gpus[0]) if gpus else 0) or count_processes(None)
-    hosts = tuple(Host(name, tuple(range(slots))) for name in names[:num_nodes])
+    match = re.search(r"\d+$", environment.get("SLURM_GPUS_ON_NODE", ""))
+    num_slots = deployment.num_gpus or (int(match[0]) if match else 0) or count_processes(None)
+    hosts = tuple(Host(name, tuple(range(num_slots))) for name in names[:num_nodes])
     # Jobs may share a machine; job IDs give them different ports.
     port = deployment.master_port or PORT + int(environment["SLURM_JOB_ID"]) % 1000
     return Layout("slurm", hosts, deployment.master_addr or names[0], port)

@@ -53,11 +53,11 @@ def run_on_ray(step: Sequence[str], layout: Layout) -> int:
 
 def _reserve_nodes(layout: Layout) -> list[Any]:
     """Wait for free nodes; return an actor on each."""
-    device, number = process_resource([ray.cluster_resources()]), len(layout.hosts[0].slots)
-    group = placement_group([{device: number}] * len(layout.hosts), strategy="STRICT_SPREAD")
+    device, num_processes = process_resource([ray.cluster_resources()]), len(layout.hosts[0].slots)
+    group = placement_group([{device: num_processes}] * len(layout.hosts), strategy="STRICT_SPREAD")
     if not group.wait(TIMEOUT_SECONDS):
         print_notice(
-            f"waiting for {len(layout.hosts)} Ray nodes with {number} or more free {device}s"
+            f"waiting for {len(layout.hosts)} Ray nodes with {num_processes} or more free {device}s"
         )
         ray.get(group.ready())
     # By value, since the Python of the cluster may have no package other than Ray.
@@ -65,7 +65,7 @@ def _reserve_nodes(layout: Layout) -> list[Any]:
     return [
         ray.remote(_Node)
         .options(
-            **{f"num_{device.lower()}s": number},
+            **{f"num_{device.lower()}s": num_processes},
             max_concurrency=2,  # `read`, and all other calls
             # `remote` stops its command when the actor is gone; Ray would kill `remote` alone.
             runtime_env={"env_vars": {"RAY_kill_child_processes_on_worker_exit": "0"}},

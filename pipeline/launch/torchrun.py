@@ -39,8 +39,8 @@ def main(argv: list[str]) -> int:
 
     logging.disable(logging.ERROR)  # this process only starts and watches the others
     options = parse_args(argv)
-    least, _, most = options.nnodes.partition(":")
-    if most not in ("", least):
+    min_nodes, _, max_nodes = options.nnodes.partition(":")
+    if max_nodes not in ("", min_nodes):
         # torchrun announces a shared store only in a node's first rendezvous, so a node that
         # rejoins never learns of it (torch 2.13).
         os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
@@ -105,7 +105,7 @@ def _use_route_to_first_node(options: argparse.Namespace) -> None:
     if options.local_addr is None:
         options.local_addr = address
     for name, addresses in psutil.net_if_addrs().items():
-        if any(each.address.partition("%")[0] == address for each in addresses):
+        if any(item.address.partition("%")[0] == address for item in addresses):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
             return
 

@@ -95,12 +95,12 @@ def check_rows(plan: Plan, *, downloads: bool) -> Mapping[str, Preview]:
     chats = ChatFormats(plan, downloads=downloads)
     previews: dict[str, Preview] = {}
 
-    def rows(stage: Stage) -> None:
+    def read(stage: Stage) -> None:
         config = plan.configs[stage.name]
         if config.reads_dialogues:
             previews[stage.name] = read_rows(config, stage, downloads=downloads)
 
-    def chat(stage: Stage) -> None:
+    def count_tokens(stage: Stage) -> None:
         config, preview = plan.configs[stage.name], previews.get(stage.name)
         chat = chats.get_format(stage) if config.reads_dialogues else None
         if chat is not None and preview is not None and preview.data is not None:
@@ -109,7 +109,7 @@ def check_rows(plan: Plan, *, downloads: bool) -> Mapping[str, Preview]:
 
     gc.disable()  # modules and rows stay alive: a collection would free nothing
     try:
-        _run_checks(plan, [rows, chat, partial(_check_lengths, plan)])
+        _run_checks(plan, [read, count_tokens, partial(_check_lengths, plan)])
     finally:
         gc.freeze()
         gc.enable()
@@ -186,11 +186,11 @@ def _check_lengths(plan: Plan, stage: Stage) -> None:
     workload = settings.workload(plan.machine.world)
     models, _ = build_models(workload, plan.origins, has_gpu=plan.machine.has_gpu)
     for model in models:
-        tokens = model.shape.context
+        context = model.shape.context
         require(
-            model.role == "base" or settings.max_prompt_length + settings.max_new_tokens <= tokens,
+            model.role == "base" or settings.max_prompt_length + settings.max_new_tokens <= context,
             f"{stage.section}.max_prompt_length {settings.max_prompt_length} +"
-            f" {stage.section}.max_new_tokens {settings.max_new_tokens} exceeds the {tokens}-token"
+            f" {stage.section}.max_new_tokens {settings.max_new_tokens} exceeds the {context}-token"
             f" context of the {model.role} {model.path}; lower one of them",
         )
 
@@ -209,14 +209,14 @@ def read_rows(config: StepConfig, stage: Stage, *, downloads: bool) -> Preview:
         return Preview(unread=unread)
     # A run that starts doesn't use the preview, and drawing these rows takes seconds.
     if downloads and all(EMBEDDED in data.path for data, *_ in inputs):
-        for data, _, kept, _ in inputs:
-            check_embedded(data, kept)
+        for data, _, columns, _ in inputs:
+            check_embedded(data, columns)
         return Preview(unread="drawn when the step starts")
-    first, *_ = [
-        load_examples(data, step=step, seed=config.seed, kept=kept, share=share)
-        for data, step, kept, share in inputs
+    examples, *_ = [
+        load_examples(data, step=step, seed=config.seed, kept=columns, share=share)
+        for data, step, columns, share in inputs
     ]
-    return Preview(select_rows(first, config))
+    return Preview(select_rows(examples, config))
 
 
 ON_HUB = "on the Hub, read when the run starts"
@@ -282,7 +282,7 @@ class ChatFormats:
         from pipeline.models.hf.chat import require_same_chat, same_chat_format
 
         trained, *others = _models_sharing_vocabulary(self.plan.configs[stage.name])
-        tokenizer, chat = self._with_format(trained.settings, self.plan.configs[stage.name].data)
+        tokenizer, chat = self._load_chat(trained.settings, self.plan.configs[stage.name].data)
         for use in others:
             other = self.tokenizer(use.settings)
             if tokenizer is None or other is None:
@@ -305,16 +305,16 @@ class ChatFormats:
         if path not in self.tokenizers:
             if path in self.writers:
                 config = self.plan.configs[self.writers[path].name]
-                start = _models_sharing_vocabulary(config)[0].settings
+                initial_model = _models_sharing_vocabulary(config)[0].settings
                 has_chat_format = config.reads_dialogues
-                chat = self._with_format(start, config.data) if has_chat_format else None
-                self.tokenizers[path] = chat[0] if chat else self.tokenizer(start)
+                loaded = self._load_chat(initial_model, config.data) if has_chat_format else None
+                self.tokenizers[path] = loaded[0] if loaded else self.tokenizer(initial_model)
             else:
                 is_available = self.downloads or _has_tokenizer(path)
                 self.tokenizers[path] = load_tokenizer(model) if is_available else None
         return self.tokenizers[path]
 
-    def _with_format(
+    def _load_chat(
         self, model: FrozenModelConfig, data: DataConfig
     ) -> "tuple[PreTrainedTokenizerBase | None, ChatFormat | None]":
         """Load tokenizer and chat format like `load_chat`, even if the model doesn't exist yet."""

@@ -80,11 +80,11 @@ def estimate(plan: Plan, stage: Stage, preview: Preview, flops: float) -> float 
 
     def forward(model: CountedModel, rows: int, times: int = 1) -> float:
         """Estimate the seconds of `times` forward passes over `rows` rows."""
-        limit = work.micro_batch_size * work.length * work.sequences_per_row
-        floor = max(1, math.ceil(rows * row / limit)) * model.shape.layers * BLOCK_SECONDS
+        capacity = work.micro_batch_size * work.length * work.sequences_per_row
+        min_seconds = max(1, math.ceil(rows * row / capacity)) * model.shape.layers * BLOCK_SECONDS
         is_scorer = model.use.scores and model.trained is None
         tokens = rows * row if is_scorer else rows * (row - (1 - 1 / group) * prompt_tokens)
-        return times * max(floor, tokens * 2 * model.parameters / flops)
+        return times * max(min_seconds, tokens * 2 * model.parameters / flops)
 
     def generate(prompts: int, group: int = 1) -> float:
         """Estimate the seconds to prefill the prompts and decode the responses."""
@@ -102,9 +102,9 @@ def estimate(plan: Plan, stage: Stage, preview: Preview, flops: float) -> float 
     )
     evaluations = steps // config.eval_every if config.eval_every else 1
     idle = bubble_fraction(work.parallel.pp, work.micro_batches)
-    learning = [model for model in models if model.trained is not None]
+    trained = [model for model in models if model.trained is not None]
     seconds = STARTUP_SECONDS
-    for model in learning:
+    for model in trained:
         assert model.trained is not None
         passes = (2 if model.trained.lora else 3) + model.trained.gradient_checkpointing
         passes = work.epochs * passes - work.reuses_forward
@@ -114,7 +114,7 @@ def estimate(plan: Plan, stage: Stage, preview: Preview, flops: float) -> float 
         full_evaluations = 4 + any(model.use.comparison_only for model in models)
         seconds += steps * generate(rows, group) + full_evaluations * generate(held_out)
         return seconds + evaluations * generate(min(rows, held_out))
-    seconds += (1 + evaluations) * forward(learning[0], held_out)
+    seconds += (1 + evaluations) * forward(trained[0], held_out)
     return seconds + (generate(generation.count) if generation is not None else 0.0)
 
 
@@ -222,13 +222,13 @@ def _describe_step(plan: Plan, stage: Stage) -> Iterator[str]:
             text += f", offloaded: {', '.join(offloaded)}" if offloaded else ""
         yield _line(role, text)
     parallel, work = config.parallel, config.workload(plan.machine.world)
-    sizes = {"pp": "stages", "tp": "processes per layer", "replicas": "replicas"}
-    shared = [f"{n} {text}" for name, text in sizes.items() if (n := getattr(parallel, name)) > 1]
+    labels = {"pp": "stages", "tp": "processes per layer", "replicas": "replicas"}
+    parts = [f"{n} {text}" for name, text in labels.items() if (n := getattr(parallel, name)) > 1]
     if parallel.pp > 1:
         idle = bubble_fraction(parallel.pp, work.micro_batches)
-        shared.append(f"{work.micro_batches} micro-batches per step: stages idle {idle:.0%}")
-    if shared:
-        yield _line("parallel", ", ".join(shared))
+        parts.append(f"{work.micro_batches} micro-batches per step: stages idle {idle:.0%}")
+    if parts:
+        yield _line("parallel", ", ".join(parts))
     if work.generates_first and (method := getattr(config, "method", None)):
         yield _line("method", method)
     split = f", split {','.join(f'{part:g}' for part in config.data.split)}"

@@ -90,11 +90,11 @@ def _check_written(stage: Stage, writer: Stage, path: Path, request: Request) ->
     if (path / "config.json").is_file() and ((path / RESULT).is_file() or not is_ours):
         return
     out = str(request.output_dir)
-    kept = {"actor_model", "data_path", "eval_path", "data_split", "data_seed", "fields", "format"}
-    kept |= {"seed", *(["reward_model"] if writer.number == 2 else [])}
+    names = {"actor_model", "data_path", "eval_path", "data_split", "data_seed", "fields", "format"}
+    names |= {"seed", *(["reward_model"] if writer.number == 2 else [])}
     words = ["--step", str(writer.number)]
     for name, given in to_options(request):
-        words += [f"--{name.replace('_', '-')}", *given] if name in kept else []
+        words += [f"--{name.replace('_', '-')}", *given] if name in names else []
     problem = f"there is none in {path}; create it with `"
     command = [TRAIN, shlex.join([*words, "--output-dir", out])]
     if is_ours:

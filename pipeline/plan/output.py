@@ -142,8 +142,8 @@ def _remove(directory: Path, files: Sequence[str]) -> None:
     """Remove files, and directories that are then empty, including `directory`."""
     for file in files:
         (directory / file).unlink(missing_ok=True)
-    below = [path for path in directory.rglob("*") if path.is_dir() and not path.is_symlink()]
-    for path in [*sorted(below, reverse=True), directory]:  # deepest first
+    nested = [path for path in directory.rglob("*") if path.is_dir() and not path.is_symlink()]
+    for path in [*sorted(nested, reverse=True), directory]:  # deepest first
         if not any(path.iterdir()):
             path.rmdir()
 
@@ -226,11 +226,11 @@ def _check_step(request: Request, stage: Stage, config: StepConfig, first: Stage
             )
     elif difference:
         name = difference.partition(" ")[0].partition(".")[2]
-        own_paths = f"--{first.section}.data.path and --{first.section}.data.eval_path"
-        rows = f" (to use other rows only in {first.title}, pass {own_paths})"
+        options = f"--{first.section}.data.path and --{first.section}.data.eval_path"
+        hint = f" (to use other rows only in {first.title}, pass {options})"
         raise ConfigError(
             f"--output-dir {request.output_dir} contains another run, with {difference}; use that"
-            f" setting{rows if name in ('data.path', 'data.eval_path') and not chosen else ''},"
+            f" setting{hint if name in ('data.path', 'data.eval_path') and not chosen else ''},"
             " choose another directory, or pass --overwrite"
         )
     elif chosen:
@@ -251,11 +251,11 @@ def _skipped_steps(request: Request, stages: Sequence[Stage]) -> set[str]:
         if request.resume and (request.output_dir / stage.name / RESULT).is_file()
     }
     # Compared methods share one number: none of them follows another.
-    last = min((stage.number for stage in chosen if stage.name not in finished), default=None)
+    first = min((stage.number for stage in chosen if stage.name not in finished), default=None)
     return {
         stage.name
         for stage in chosen
-        if stage.name in finished and (last is None or stage.number <= last)
+        if stage.name in finished and (first is None or stage.number <= first)
     }
 
 
@@ -274,9 +274,9 @@ def _find_difference(stage: Stage, directory: Path, config: StepConfig, request:
     for name in sorted(names, key=lambda name: (name != "method", name)):
         role, _, field = name.rpartition(".")
         is_start = field == "path" and stage.models.get(role) == INITIAL and role == stage.main_role
-        own_rows = not stage.config_class.reads_dialogues and name.startswith("data.")
-        shared = (name in SHARED and not own_rows) or is_start
-        if stage.number not in request.step and not shared:
+        is_corpus = not stage.config_class.reads_dialogues and name.startswith("data.")
+        is_shared = (name in SHARED and not is_corpus) or is_start
+        if stage.number not in request.step and not is_shared:
             continue
         old, new = recorded.get(name), wanted.get(name)
         if any(other.startswith(f"{name}.") for other in (*recorded, *wanted)):

@@ -176,10 +176,10 @@ def _notes(
         if default := resolver.response_length(stage, plan.configs[stage.name]):
             setting, length = f"{stage.section}.max_new_tokens", f"{default[0]:,} tokens"
             yield f"{stage.title} generates up to {length} ({default[1]}): {setting} is not set"
-    preset = [stage.title for stage in plan.stages if resolver.has_preset(stage)]
-    if preset:
-        name = EMBEDDED_PRESET.relative_to(ROOT)
-        yield f"preset {name}, for the embedded model: {', '.join(preset)}"
+    titles = [stage.title for stage in plan.stages if resolver.has_preset(stage)]
+    if titles:
+        file = EMBEDDED_PRESET.relative_to(ROOT)
+        yield f"preset {file}, for the embedded model: {', '.join(titles)}"
     if plan.request.push_to_hub is not None:
         last, name = plan.stages[-1].title, plan.request.push_to_hub
         yield f"the model of {last} will be uploaded to {name} on the Hub"

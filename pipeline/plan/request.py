@@ -312,14 +312,14 @@ def check_sections_run(
         options = command_line.overrides.get(stage.section, ())
         is_chosen = stage.on_request or stage.number in command_line.request.step
         if options and stage.section not in present and is_chosen:
-            how = f"methods {', '.join(stage.methods)}, none of which runs; add one to --method"
+            owner = f"methods {', '.join(stage.methods)}, none of which runs; add one to --method"
             if stage.on_request:
-                how = f"step {stage.number}, which is not selected; add --step {stage.number}"
+                owner = f"step {stage.number}, which is not selected; add --step {stage.number}"
             raise ConfigError(
-                f"--{stage.section}.{options[0][0]} is a setting of {how}, or omit the setting"
+                f"--{stage.section}.{options[0][0]} is a setting of {owner}, or omit the setting"
             )
     names = ("reward_function", "reward", "environment", "teacher")
-    rewards = [_option_name(name) for name in names if getattr(command_line.request, name)]
+    given = [_option_name(name) for name in names if getattr(command_line.request, name)]
     request = command_line.request
     require(
         request.teacher is None or not {"distill", "gkd"}.isdisjoint(request.method or ["gkd"]),
@@ -327,8 +327,8 @@ def check_sections_run(
     )
     takes_rewards = any("environment" in stage.config_class.OPTIONS for stage in stages)
     require(
-        takes_rewards or not rewards,
-        f"only methods that learn from rewards take {' and '.join(rewards)}, but the selected ones"
+        takes_rewards or not given,
+        f"only methods that learn from rewards take {' and '.join(given)}, but the selected ones"
         " learn from preferences; add a method such as grpo to --method, or omit the option",
     )
 

@@ -184,8 +184,8 @@ class Resolver:
         is_available = role not in stage.optional or origin in self._available
         path = self._model_path(stage, role, self._output_path(origin) if is_available else "")
         for other in self.stages:
-            is_made = other.number not in self.request.step and recorded_model(path) is not None
-            if other.number < stage.number and Path(path) == out / other.name and not is_made:
+            is_reused = other.number not in self.request.step and recorded_model(path) is not None
+            if other.number < stage.number and Path(path) == out / other.name and not is_reused:
                 return self.initial_model(other)
         return recorded_base_model(path, within=out)
 

@@ -117,14 +117,14 @@ def drop_unselected(
             origin = stage.models[stage.main_role]
             dropped[stage.section] = dropped.get(origin, origin)
 
-    def moved(stage: Stage, origins: Mapping[str, str]) -> Mapping[str, str]:
+    def remap(stage: Stage, origins: Mapping[str, str]) -> Mapping[str, str]:
         return {
             role: origin if role in stage.optional else dropped.get(origin, origin)
             for role, origin in origins.items()
         }
 
     return tuple(
-        replace(stage, models=moved(stage, stage.models), fallbacks=moved(stage, stage.fallbacks))
+        replace(stage, models=remap(stage, stage.models), fallbacks=remap(stage, stage.fallbacks))
         for stage in stages
         if stage.section not in dropped
     )
@@ -143,7 +143,7 @@ def split_methods(stages: Sequence[Stage], methods: Sequence[str]) -> tuple[Stag
     for name in methods:
         check_method_name(name, stages, "--method")
         require(methods.count(name) == 1, f"--method lists {name} twice")
-    run: list[Stage] = []
+    kept: list[Stage] = []
     numbers: set[int] = set()
     for stage in stages:
         named = [name for name in methods if name in stage.methods]
@@ -151,12 +151,12 @@ def split_methods(stages: Sequence[Stage], methods: Sequence[str]) -> tuple[Stag
             continue
         numbers.add(stage.number)
         if len(methods) > 1 and named:
-            run += [replace(stage, name=stage.directory(name), method=name) for name in named]
+            kept += [replace(stage, name=stage.directory(name), method=name) for name in named]
         elif stage.separate_directories:
-            run += [replace(stage, name=stage.directory(name)) for name in named] or [stage]
+            kept += [replace(stage, name=stage.directory(name)) for name in named] or [stage]
         else:
-            run.append(stage)
-    return tuple(run)
+            kept.append(stage)
+    return tuple(kept)
 
 
 def all_directories(stages: Sequence[Stage]) -> set[str]:

@@ -117,10 +117,10 @@ class _StepTuner:
         """
         if "micro_batch_size" in self._user_settings:
             return settings, speed
-        larger = self._scaled(settings, speed, factor=2)
-        return larger if larger[1] > speed else self._scaled(settings, speed, factor=0.5)
+        larger = self._scale(settings, speed, factor=2)
+        return larger if larger[1] > speed else self._scale(settings, speed, factor=0.5)
 
-    def _scaled(self, settings: Settings, speed: float, *, factor: float) -> tuple[Settings, float]:
+    def _scale(self, settings: Settings, speed: float, *, factor: float) -> tuple[Settings, float]:
         """Return the settings with the micro-batch scaled by `factor` while that is faster."""
         base = replace_settings(self._config, settings)
         max_size = -(-base.batch_size // base.workload(self.plan.machine.world).data_processes)
@@ -179,7 +179,7 @@ class _StepTuner:
         code, lines = self._run(config, log)
         speeds = [float(line["tokens_per_second"]) for line in lines]
         speed = statistics.median(speeds) if code == 0 and speeds else 0.0
-        outcome, shown = "measured", f"{speed:,.0f} tokens/s"
+        outcome, detail = "measured", f"{speed:,.0f} tokens/s"
         if not speed:
             text = log.read_text(encoding="utf-8", errors="replace").strip()
             message = text.splitlines()[-1] if text else f"exit code {code}"
@@ -187,7 +187,7 @@ class _StepTuner:
                 raise ConfigError(message.removeprefix("error: "))
             memory_ran_out = code in (EXIT_OUT_OF_MEMORY, -signal.SIGKILL, 128 + signal.SIGKILL)
             outcome = "out of memory" if memory_ran_out else "failed"
-            shown = f"{outcome}: {message}"
+            detail = f"{outcome}: {message}"
         self.first_speed = self.first_speed or speed
         record = {
             "step": self.stage.name,
@@ -198,7 +198,7 @@ class _StepTuner:
         }
         with (self._out / TRIALS).open("a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
-        print_output(f"  trial {self.trials}   {_describe(settings) or 'unchanged'}   {shown}")
+        print_output(f"  trial {self.trials}   {_describe(settings) or 'unchanged'}   {detail}")
         return speed
 
     def _run(self, config: StepConfig, log: Path) -> tuple[int, list[dict[str, Any]]]:

@@ -109,8 +109,8 @@ class Scale:
     def __call__(self, value: float) -> float:
         """Return the position of `value`."""
         value = math.log10(value) if self.logarithmic else value
-        share = (value - self.low) / (self.high - self.low)
-        return self.start + share * (self.end - self.start)
+        fraction = (value - self.low) / (self.high - self.low)
+        return self.start + fraction * (self.end - self.start)
 
 
 LEFT, RIGHT, TOP, BOTTOM = 52, 10, 8, 22
@@ -171,20 +171,20 @@ def _grid(x: Scale, y: Scale) -> list[Markup]:
     """Draw lines at round values, with labels on both axes."""
     line = Markup('<path class="grid" d="M{} {:.1f}H{}"/>')
     text = Markup('<text class="tick" x="{:.1f}" y="{:.1f}" text-anchor="{}">{}</text>')
-    across = ticks(y.low, y.high)
+    y_ticks = ticks(y.low, y.high)
     if y.logarithmic:
-        across = [10.0**exponent for exponent in across]
+        y_ticks = [10.0**exponent for exponent in y_ticks]
     has_whole_steps = x.low.is_integer() and x.high.is_integer()
-    columns = [v for v in ticks(x.low, x.high) if v.is_integer() or not has_whole_steps]
+    x_ticks = [v for v in ticks(x.low, x.high) if v.is_integer() or not has_whole_steps]
     return [
-        *(line.format(LEFT, y(value), x.end) for value in across),
+        *(line.format(LEFT, y(value), x.end) for value in y_ticks),
         *(
             text.format(LEFT - 6, y(value) + 3.5, "end", label)
-            for value, label in zip(across, tick_labels(across), strict=True)
+            for value, label in zip(y_ticks, tick_labels(y_ticks), strict=True)
         ),
         *(
             text.format(x(value), y.start + 16, "middle", label)
-            for value, label in zip(columns, tick_labels(columns), strict=True)
+            for value, label in zip(x_ticks, tick_labels(x_ticks), strict=True)
         ),
     ]
 
@@ -194,12 +194,12 @@ def smooth(points: Sequence[Point]) -> list[Point]:
 
     A trailing moving average would lag behind a falling loss.
     """
-    max_width = len(points) // 30
+    max_half_width = len(points) // 30
     sums = [0.0, *accumulate(value for _, value in points)]
     result: list[Point] = []
     for index, (step, _) in enumerate(points):
-        near = min(max_width, index, len(points) - 1 - index)
-        first, end = index - near, index + near + 1
+        half_width = min(max_half_width, index, len(points) - 1 - index)
+        first, end = index - half_width, index + half_width + 1
         result.append((step, (sums[end] - sums[first]) / (end - first)))
     return result
 

@@ -171,13 +171,13 @@ def compare_methods(results: Results) -> Comparison | None:
 
 def get_evaluations(step: StepResult, metric: str) -> list[Evaluation]:
     """Return the evaluations that have a KL and the metric by prompt, in training order."""
-    points: list[Evaluation] = []
+    result: list[Evaluation] = []
     for line in step.metrics:
         values = numbers(mapping(line.get("eval_by_prompt")).get(metric))
         number, kl = finite(line.get("step")), finite(line.get("eval_kl"))
         if known(values) and number is not None and kl is not None:
-            points.append(Evaluation(number, kl, values))
-    return points
+            result.append(Evaluation(number, kl, values))
+    return result
 
 
 def value_at(evaluations: Sequence[Evaluation], kl: float) -> list[float | None]:
@@ -192,9 +192,9 @@ def value_at(evaluations: Sequence[Evaluation], kl: float) -> list[float | None]
         return list(evaluations[0].values)
     for before, after in pairwise(evaluations):
         if after.kl >= kl:
-            share = (kl - before.kl) / (after.kl - before.kl)
+            fraction = (kl - before.kl) / (after.kl - before.kl)
             return [
-                None if a is None or b is None else (1 - share) * a + share * b
+                None if a is None or b is None else (1 - fraction) * a + fraction * b
                 for a, b in zip(before.values, after.values, strict=False)
             ]
     raise ValueError(f"no evaluation at a KL of {kl} or more")
@@ -233,11 +233,11 @@ def _compare_at_kl(methods: Sequence[Method], kl: float, metric: str) -> list[Me
     best = values[ranked[0].step.name]
     results: list[MethodAtKL] = []
     for method in ranked:
-        local = values[method.step.name]
-        interval = difference_interval(metric, best, local)
+        items = values[method.step.name]
+        interval = difference_interval(metric, best, items)
         verdict: Verdict = "not distinguishable" if interval is None else get_verdict(interval)
         against = None if method is ranked[0] else verdict
-        results.append(MethodAtKL(method, mean(known(local)), get_interval(metric, local), against))
+        results.append(MethodAtKL(method, mean(known(items)), get_interval(metric, items), against))
     return results
 
 
@@ -267,8 +267,8 @@ def _limitation(method: Method, same_origin: bool) -> str:  # noqa: FBT001
 def header(comparison: Comparison) -> tuple[str, ...]:
     """Return the column headers of the table after the first column."""
     at_equal_kl = ("at equal KL", "the best is") if comparison.equal else ()
-    ends = ("95 % interval", "KL", "length", "stops", "time", "samples")
-    return (METRICS[comparison.metric], *ends, *at_equal_kl)
+    columns = ("95 % interval", "KL", "length", "stops", "time", "samples")
+    return (METRICS[comparison.metric], *columns, *at_equal_kl)
 
 
 def rows(comparison: Comparison) -> list[tuple[str, ...]]:

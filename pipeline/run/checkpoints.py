@@ -179,12 +179,12 @@ class Checkpoints:
             CheckpointError: there is no such checkpoint.
         """
         self._writer.wait()
-        saved = find_newest_valid(
+        checkpoint = find_newest_valid(
             self.root, self._world, list_paths=lambda root: list_healthy(root, up_to)
         )
-        if saved is None:
+        if checkpoint is None:
             raise CheckpointError(f"{self.root} has no healthy checkpoint up to step {up_to}")
-        return saved
+        return checkpoint
 
     def roll_back(self, checkpoint: Checkpoint, parts: Mapping[str, Any]) -> None:
         """Roll the run back to `checkpoint`, with the given state for `parts`.
@@ -202,13 +202,13 @@ class Checkpoints:
         self._load(checkpoint, record)
 
     def _is_due(self, step: int) -> bool:
-        every = self.config.save_interval
-        if every is None:
+        interval = self.config.save_interval
+        if interval is None:
             return False
-        if every.steps is not None:
-            return step % every.steps == 0
+        if interval.steps is not None:
+            return step % interval.steps == 0
         # Rank 0's clock decides for all.
-        return self.run.is_main and time.monotonic() - self._saved_at >= every.seconds
+        return self.run.is_main and time.monotonic() - self._saved_at >= interval.seconds
 
     def _save_or_exit(self, signals: StopSignals, *, due: bool) -> None:
         """Save the state if a save is due and not done; exit if any process received a signal."""

@@ -52,20 +52,20 @@ def export_verified(
         ModelError: the directory can't be loaded, or its outputs differ from the trained model's.
     """
     export(model, tokenizer, directory, weights=passes.engine)
-    plain, world = base_model(model), current_mesh().world
-    kind = SCORES if is_sequence_classifier([type(plain).__name__]) else LOGPROBS
+    base, world = base_model(model), current_mesh().world
+    kind = SCORES if is_sequence_classifier([type(base).__name__]) else LOGPROBS
     rows = [
         [*tokenizer.encode(text, add_special_tokens=False), cast("int", tokenizer.eos_token_id)]
         for text in TEXTS
     ]
     batch = collate([Encoded(row, [True] * len(row)) for row in rows])
-    labels = int(plain.config.num_labels or 1) if kind == SCORES else 0
+    labels = int(base.config.num_labels or 1) if kind == SCORES else 0
     expected = _trained_outputs(passes, batch.to(local_device()), labels=labels)
     is_rounded = next(model.parameters()).dtype != torch.float32 or bool(quantized_layers(model))
     tolerance = ROUNDED[kind] if is_rounded or expected.device.type != "cpu" else TOLERANCE
     problem = ""
     if world.rank == 0:
-        trusted = type(plain).__module__.startswith("transformers_modules")
+        trusted = type(base).__module__.startswith("transformers_modules")
         problem = _find_problem(directory, batch, expected.cpu(), kind, tolerance, trusted=trusted)
     if problem := world.gather_objects(problem)[0]:
         raise ModelError(
@@ -79,10 +79,10 @@ def _trained_outputs(passes: Passes, batch: TokenBatch, *, labels: int) -> Tenso
     engine = passes.engine
     is_policy = labels == 0
 
-    def compute(of: TokenBatch) -> Tensor:
+    def compute(inputs: TokenBatch) -> Tensor:
         if is_policy:
-            return engine(of).logprobs
-        return engine(of, labels=True)[of.last_tokens]
+            return engine(inputs).logprobs
+        return engine(inputs, labels=True)[inputs.last_tokens]
 
     shape = (batch.num_targets,) if is_policy else (len(batch.lengths), labels)
     with evaluating(engine.model):

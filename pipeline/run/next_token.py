@@ -46,13 +46,13 @@ def perplexity(passes: Passes, batches: Iterable[TokenBatch]) -> float:
     """Compute the perplexity over all processes' target tokens; `batches` are this process's."""
     engine, targets = passes.engine, list[int]()
 
-    def recorded() -> Iterator[TokenBatch]:
+    def record_targets() -> Iterator[TokenBatch]:
         for batch in batches:
             targets.append(batch.num_targets)
             yield batch
 
     with evaluating(engine.model):
-        losses = passes.forward(recorded(), lambda batch: -engine(batch).logprobs.sum())
+        losses = passes.forward(record_targets(), lambda batch: -engine(batch).logprobs.sum())
     total_nll, total_targets = engine.group.sums([passes.total(losses), sum(targets)])
     return math.exp(min(total_nll / max(1.0, total_targets), 700.0))
 

@@ -257,12 +257,12 @@ def _summary_table(plan: Plan) -> Iterator[str]:
     from pipeline.report.results import find_chat_model, model_directory, read_results
 
     out = plan.request.output_dir
-    done = read_summary(out)["steps"]
-    width = max(14, *(len(name) + 2 for name in done))
+    results_by_step = read_summary(out)["steps"]
+    width = max(14, *(len(name) + 2 for name in results_by_step))
     yield f"\n{'step':<{width}}{'seconds':>9}{'steps':>8}{'tokens':>12}   result"
-    for name, result in done.items():
-        work = f"{result['seconds']:>9.0f}{result['steps']:>8}{result['tokens']:>12}"
-        yield f"{name:<{width}}{work}   {_format_metrics(result.get('eval', {}))}"
+    for name, result in results_by_step.items():
+        numbers = f"{result['seconds']:>9.0f}{result['steps']:>8}{result['tokens']:>12}"
+        yield f"{name:<{width}}{numbers}   {_format_metrics(result.get('eval', {}))}"
     results = read_results(out)
     compared = compare_methods(results)
     headline = findings(results)[0].text

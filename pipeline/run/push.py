@@ -38,13 +38,13 @@ def push_model(plan: Plan) -> None:
         card.write_text(model_card(name, directory, [*earlier, step]), encoding="utf-8")
     try:
         repository = HfApi().create_repo(name, private=True, exist_ok=True)
-        to, left_out = repository.repo_id, list(RECORDS)
-        HfApi().upload_folder(repo_id=to, folder_path=directory, ignore_patterns=left_out)
+        options = {"repo_id": repository.repo_id, "ignore_patterns": list(RECORDS)}
+        HfApi().upload_folder(folder_path=directory, **options)
     except Exception as error:  # noqa: BLE001  # the client may raise anything
         files = [str(file.relative_to(directory)) for file in directory.rglob("*")]
-        left_out = [name for name in RECORDS if any(fnmatch(file, name) for file in files)]
+        excluded = [pattern for pattern in RECORDS if any(fnmatch(f, pattern) for f in files)]
         words = ["hf", "upload", name, str(directory), ".", "--private"]
-        command = shlex.join([*words, *(f"--exclude={name}" for name in left_out)])
+        command = shlex.join([*words, *(f"--exclude={pattern}" for pattern in excluded)])
         print_error(f"{directory} was not uploaded: {one_line(error)}; to retry, run `{command}`")
         raise SystemExit(EXIT_FAILED) from None
     print_output(f"hub      {repository}")

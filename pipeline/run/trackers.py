@@ -42,7 +42,7 @@ class TrackedRun(NamedTuple):
     resumes: bool
 
 
-def tensorboard(run: TrackedRun, known: str) -> Sink:  # noqa: ARG001  # events have no id
+def tensorboard(run: TrackedRun, old_id: str) -> Sink:  # noqa: ARG001  # events have no id
     """Open a sink that writes event files under `<directory>/tensorboard`."""
     from torch.utils.tensorboard import SummaryWriter
 
@@ -57,33 +57,33 @@ def tensorboard(run: TrackedRun, known: str) -> Sink:  # noqa: ARG001  # events 
     return Sink(log, writer.close)
 
 
-def wandb(run: TrackedRun, known: str) -> Sink:
+def wandb(run: TrackedRun, old_id: str) -> Sink:
     """Open a sink for a run of the W&B project in WANDB_PROJECT."""
     import wandb
 
-    project, resume = os.environ.get("WANDB_PROJECT", PROJECT), "allow" if known else None
+    project, resume = os.environ.get("WANDB_PROJECT", PROJECT), "allow" if old_id else None
     about = {"dir": str(run.directory), "config": dict(run.settings)}
-    opened = wandb.init(project=project, name=run.name, id=known or None, resume=resume, **about)
+    opened = wandb.init(project=project, name=run.name, id=old_id or None, resume=resume, **about)
     return Sink(lambda step, metrics: opened.log(dict(metrics), step), opened.finish, opened.id)
 
 
-def trackio(run: TrackedRun, known: str) -> Sink:
+def trackio(run: TrackedRun, old_id: str) -> Sink:
     """Open a sink for a run of the Trackio project in TRACKIO_PROJECT."""
     import trackio
 
-    project, resume = os.environ.get("TRACKIO_PROJECT", PROJECT), "allow" if known else "never"
-    name = known or f"{run.name}-{secrets.token_hex(4)}"  # Trackio finds runs by their name
+    project, resume = os.environ.get("TRACKIO_PROJECT", PROJECT), "allow" if old_id else "never"
+    name = old_id or f"{run.name}-{secrets.token_hex(4)}"  # Trackio finds runs by their name
     opened = trackio.init(project, name, config=flatten(run.settings), resume=resume, embed=False)
     return Sink(lambda step, metrics: opened.log(dict(metrics), step), trackio.finish, name)
 
 
-def mlflow(run: TrackedRun, known: str) -> Sink:
+def mlflow(run: TrackedRun, old_id: str) -> Sink:
     """Open a sink for a run of the MLflow experiment in MLFLOW_EXPERIMENT_NAME."""
     import mlflow
 
     mlflow.set_experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT))
-    opened = mlflow.start_run(run_id=known or None, run_name=None if known else run.name)
-    params = list(flatten(run.settings).items()) if not known else []  # they can't change
+    opened = mlflow.start_run(run_id=old_id or None, run_name=None if old_id else run.name)
+    params = list(flatten(run.settings).items()) if not old_id else []  # they can't change
     for start in range(0, len(params), 100):  # the most in one request
         mlflow.log_params(_sanitize(dict(params[start : start + 100])))
     run_id = opened.info.run_id
@@ -133,10 +133,10 @@ def open_trackers(names: Sequence[Tracker], run: TrackedRun) -> Trackers:
 
 
 @contextmanager
-def _drop_on_error(sinks: dict[str, Sink], name: str, what: str) -> Iterator[None]:
+def _drop_on_error(sinks: dict[str, Sink], name: str, problem: str) -> Iterator[None]:
     """Context manager in which an error only drops a sink: metrics.jsonl has all metrics."""
     try:
         yield
     except Exception as error:  # noqa: BLE001 - hours of training outweigh a curve
         sinks.pop(name, None)
-        logger.warning("%s %s and is disabled: %s", name, what, error)
+        logger.warning("%s %s and is disabled: %s", name, problem, error)

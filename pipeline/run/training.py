@@ -297,14 +297,14 @@ def exporting_best(
     try:
         yield
     except DivergedError as error:
-        kept = "no weights are exported"
+        outcome = "no weights are exported"
         if best.restore():
             export()
-            kept = f"the best evaluated weights, after step {best.step}, are exported"
+            outcome = f"the best evaluated weights, after step {best.step}, are exported"
         ((name, model),) = trained.items()
         setting, rate = model.peak_lr
         context = f"{run.name} diverged after step {run.step}"
-        sentence = f"{context}: {error} ({name}.{setting} is {rate:g}); {kept}"
+        sentence = f"{context}: {error} ({name}.{setting} is {rate:g}); {outcome}"
         run.record_divergence(sentence)
         raise DivergedError(sentence) from None
 

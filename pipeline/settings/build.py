@@ -172,10 +172,10 @@ def _get_value(config_class: type, merged: Mapping[str, Any], name: str) -> Any:
 
 def _normalize_value(kind: object, value: object, name: str, source: str) -> object:
     """Convert a value from a file to its type: one item to a list, a date to text."""
-    item = items_class(kind)
-    if item is not None and value is not None:
-        preset = expand_keyword(item, value)
-        return _check_items(item, value, name, source) if preset is None else preset
+    item_class = items_class(kind)
+    if item_class is not None and value is not None:
+        preset = expand_keyword(item_class, value)
+        return _check_items(item_class, value, name, source) if preset is None else preset
     if typing.get_origin(without_none(kind)) is tuple and isinstance(value, str | int | float):
         return _parse_list(without_none(kind), [value]) if isinstance(value, str) else [value]
     return str(value) if isinstance(value, date) else value
@@ -206,8 +206,8 @@ def _parse_arguments(kind: object, arguments: list[str], option: str) -> object:
         return _parse_yaml(arguments[0])
     if origin is dict and arguments and all("=" in argument for argument in arguments):
         pairs = dict(argument.split("=", 1) for argument in arguments)
-        is_text = type_args[1] is str
-        return pairs if is_text else {name: _parse_yaml(text) for name, text in pairs.items()}
+        has_texts = type_args[1] is str
+        return pairs if has_texts else {name: _parse_yaml(text) for name, text in pairs.items()}
     if section_class(kind) is not None:
         require(not arguments, f"{option} is a section: set {option}.NAME VALUE instead")
         return {}
@@ -222,11 +222,11 @@ def _parse_scalar(kind: object, arguments: list[str], option: str) -> object:
     if len(arguments) != 1:
         got = f"got {len(arguments)}: {' '.join(arguments)}" if arguments else "got none"
         raise ConfigError(f"{option} takes one value, {got}")
-    (text,), types = arguments, typing.get_args(kind)
+    (text,), type_args = arguments, typing.get_args(kind)
     if typing.get_origin(kind) is typing.Literal:
-        return {str(choice): choice for choice in types}.get(text, text)
+        return {str(choice): choice for choice in type_args}.get(text, text)
     # save_every accepts 100 or 2h; an untyped mapping accepts true, 3 or a word.
-    return _parse_yaml(text) if int in types or kind in (object, Any) else text
+    return _parse_yaml(text) if int in type_args or kind in (object, Any) else text
 
 
 def _parse_yaml(text: str) -> object:
@@ -257,9 +257,9 @@ def _format_error(error: ValidationError, config_class: type, section: str) -> s
     kind: object = config_class
     name = section.removesuffix(".")
     for part in first["loc"]:
-        items, inner = typing.get_args(without_none(kind)), section_class(kind)
-        if isinstance(part, int) and items and first["type"] != "missing":
-            kind = items[0] if items[-1] is ... else items[part]
+        type_args, inner = typing.get_args(without_none(kind)), section_class(kind)
+        if isinstance(part, int) and type_args and first["type"] != "missing":
+            kind = type_args[0] if type_args[-1] is ... else type_args[part]
         elif isinstance(part, int) and (item := items_class(kind)) is not None:
             kind = item
         elif inner is not None and part in list_kinds(inner):

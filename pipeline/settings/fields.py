@@ -266,10 +266,10 @@ def make_portable(settings: Mapping[str, Any]) -> dict[str, Any]:
     """
     root = Path(str(settings.get("output_dir", ""))).parent
 
-    def relative(name: str, value: object) -> object:
-        inside = name.endswith(".path") and isinstance(value, str) and Path(value).parent == root
-        return f"OUT/{Path(str(value)).name}" if inside else value
+    def make_relative(name: str, value: object) -> object:
+        is_inside = name.endswith(".path") and isinstance(value, str) and Path(value).parent == root
+        return f"OUT/{Path(str(value)).name}" if is_inside else value
 
     flat = flatten(settings)
     flat.pop("output_dir", None)
-    return {name: relative(name, value) for name, value in flat.items()}
+    return {name: make_relative(name, value) for name, value in flat.items()}

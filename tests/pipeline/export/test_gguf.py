@@ -69,9 +69,9 @@ def test_head_that_differs_from_the_embeddings_is_exported(tmp_path: Path) -> No
 
     assert torch.equal(exported["output.weight"], tensors["lm_head.weight"])
     ids = torch.tensor([[5, 6, 7]])
-    file = AutoModelForCausalLM.from_pretrained(tmp_path / "out", gguf_file="model-f32.gguf")
-    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
-    torch.testing.assert_close(file(ids).logits, plain(ids).logits, rtol=0, atol=1e-5)
+    from_file = AutoModelForCausalLM.from_pretrained(tmp_path / "out", gguf_file="model-f32.gguf")
+    source = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    torch.testing.assert_close(from_file(ids).logits, source(ids).logits, rtol=0, atol=1e-5)
 
 
 def test_verification_compares_logits_with_the_source_model(tmp_path: Path) -> None:
@@ -151,8 +151,8 @@ def test_pre_tokenizer_is_detected_from_tokens_of_sample_texts(name: str) -> Non
     for left, right in ("34", "12", "ĠĠ"):  # each is split by some of the expressions
         state["model"]["vocab"][left + right] = len(state["model"]["vocab"])
         state["model"]["merges"].insert(0, [left, right])
-    backend = Tokenizer.from_str(json.dumps(state))
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|endoftext|>")
+    tokenizer = Tokenizer.from_str(json.dumps(state))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|endoftext|>")
     backend: Any = tokenizer.backend_tokenizer
     splits = [pre_tokenizers.Split(Regex(regex), "isolated") for regex in PATTERNS[name]]
     by_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)

@@ -38,7 +38,7 @@ def dry_run(cwd: Path, *argv: str) -> str:
 def test_settings_converted_to_options_parse_to_the_same_settings(argv: tuple[str, ...]) -> None:
     parsed = parse_request(["--sft.eval_every", "2", *argv], THREE_STEPS)
     for config in step_configs(parsed, THREE_STEPS).values():
-        words = [word for name, each in to_options(config) for word in (f"--{name}", *each)]
+        words = [word for name, values in to_options(config) for word in (f"--{name}", *values)]
 
         assert parse_step(type(config), words) == config
 

@@ -39,18 +39,18 @@ def test_method_overrides_presets_and_is_overridden_by_settings(tmp_path: Path) 
     file = tmp_path / "my.yaml"
     file.write_text("ppo: {group_size: 4}\n")
 
-    plain_run = settings()["step3_ppo"]
+    default = settings()["step3_ppo"]
     argv = ("--method", "grpo_2024")
     method = settings(*argv)["step3_ppo"]
     changed = settings(*argv, "--config", str(file), "--ppo.kl_coef", "0.1")["step3_ppo"]
 
-    assert (plain_run["kl_coef"], plain_run["ppo_epochs"]) == (0.2, 2)  # from embedded.yaml
+    assert (default["kl_coef"], default["ppo_epochs"]) == (0.2, 2)  # from embedded.yaml
     assert (method["kl_coef"], method["ppo_epochs"], method["group_size"]) == (0.04, 1, 8)
     assert (method["method"], method["advantage"], method["max_steps"]) == ("grpo_2024", "grpo", 40)
     assert (changed["kl_coef"], changed["group_size"], changed["kl_in"]) == (0.1, 4, "loss")
 
 
-def stages(steps: dict[str, dict[str, object]]) -> tuple[object, ...]:
+def get_zero_stages(steps: dict[str, dict[str, object]]) -> tuple[object, ...]:
     """Return the ZeRO stages of the four trained models."""
     return (
         steps["step1_sft"]["model.zero_stage"],
@@ -88,6 +88,6 @@ def test_deepspeed_file_overrides_files_and_not_options(tmp_path: Path) -> None:
     sft = without_options["step1_sft"]
     assert (sft["batch_size"], sft["model.zero_stage"], sft["epochs"]) == (8, 2, 3.0)
     assert sft["model.optim.weight_decay"] == 0.1
-    assert stages(with_options) == (3, 2, 0, 2)
+    assert get_zero_stages(with_options) == (3, 2, 0, 2)
     sft = with_options["step1_sft"]
     assert (sft["batch_size"], sft["micro_batch_size"]) == (5, 4)

@@ -17,7 +17,7 @@ def test_smoothing_averages_adjacent_points_and_narrows_at_the_ends() -> None:
     assert means[-1] == (59.0, 1.0)
 
 
-def test_thinning_keeps_a_single_spike() -> None:
+def test_decimation_keeps_a_single_spike() -> None:
     points = [(float(step), 1.0) for step in range(50_000)]
     points[12_345] = (12_345.0, 99.0)
 

@@ -28,7 +28,7 @@ def test_added_method_runs_alone_in_its_directory(
 ) -> None:
     run(tmp_path, "--method", "ppo", "grpo", "--methods.grpo.kl_coef", "0.3")
     first = capsys.readouterr().out
-    before = [get_result_time(tmp_path, method) for method in ("ppo", "grpo")]
+    times = [get_result_time(tmp_path, method) for method in ("ppo", "grpo")]
 
     run(
         tmp_path, "--method", "reinforce_pp", "grpo", "ppo", "--methods.grpo.kl_coef", "0.3",
@@ -39,7 +39,7 @@ def test_added_method_runs_alone_in_its_directory(
     added = capsys.readouterr().out
     assert "step 3: step3_ppo\nstep 3: step3_grpo\n" in first
     assert "kl_coef: 0.3" in (tmp_path / "step3_grpo" / "config.yaml").read_text()
-    assert [get_result_time(tmp_path, method) for method in ("ppo", "grpo")] == before
+    assert [get_result_time(tmp_path, method) for method in ("ppo", "grpo")] == times
     assert "(grpo): already finished\nskipping step 3 (ppo): already finished\n" in added
     assert list(summary["steps"]) == ["step3_grpo", "step3_ppo", "step3_reinforce_pp"]
     # The table has room for the longest name, and the report shows a title.

@@ -69,10 +69,10 @@ def test_mlflow_gets_settings_and_resumes_its_run(
     monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "mlruns").as_uri())
     client = pytest.importorskip("mlflow").MlflowClient()
 
-    identity = track_and_resume("mlflow", tmp_path)
+    run_id = track_and_resume("mlflow", tmp_path)
 
-    assert client.get_run(identity).data.params == {"optim.lr": "0.5"}
-    history = client.get_metric_history(identity, "loss")
+    assert client.get_run(run_id).data.params == {"optim.lr": "0.5"}
+    history = client.get_metric_history(run_id, "loss")
     assert [(point.step, point.value) for point in history] == [(1, 2.0), (2, 1.0)]
 
 
