@@ -110,6 +110,7 @@ export function rateView(container, server) {
   let queue = [];
   let index = 0;
   let numRated = 0;
+  let skippedAt = 0; // number of rated pairs at the last skip, so that a skipped repeat is not shown again
   const ratedPairs = [];
   const names = server.models.map((model) => model.id);
   const pickers = [0, 1].map((side) => {
@@ -171,17 +172,15 @@ export function rateView(container, server) {
     rating?.end();
     if (index >= queue.length) return finish();
     // Repeat an earlier pair with its responses, in a new order.
-    const repeats = ratedPairs.length >= REPEAT_EVERY && ratedPairs.length % REPEAT_EVERY === 0 && !ratedPairs.at(-1).isRepeat;
-    const repeated = repeats ? ratedPairs[ratedPairs.length - REPEAT_EVERY] : null;
+    const isDue = ratedPairs.length >= REPEAT_EVERY && ratedPairs.length % REPEAT_EVERY === 0 && !ratedPairs.at(-1).isRepeat;
+    const repeated = isDue && ratedPairs.length !== skippedAt ? ratedPairs[ratedPairs.length - REPEAT_EVERY] : null;
     const models = repeated?.models ?? pickers.map((picker) => picker.value);
     const messages = repeated?.messages ?? makeMessages(queue[index]);
     const order = shuffledIndices(2);
     const panel = responseColumns(models, order, true);
     const current = (controller = new AbortController());
-    const title = `${index + 1} of ${queue.length}, ${numRated} rated`;
-    const endButton = button("End", finish);
     stage.replaceChildren(
-      element("div", { class: "row bar" }, title, endButton),
+      element("div", { class: "row bar" }, `${index + 1} of ${queue.length}, ${numRated} rated`, button("End", finish)),
       element("div", { class: "prompt" }, messages.at(-1).content),
       panel.grid,
     );
@@ -198,18 +197,19 @@ export function rateView(container, server) {
   }
 
   function showRating(messages, models, answers, order, isRepeat) {
-    const advance = () => {
+    const advance = (wasSkipped) => {
+      if (wasSkipped) skippedAt = ratedPairs.length;
       if (!isRepeat) index += 1;
       next();
     };
     const extraActions = [
-      ["s", "Skip", advance],
+      ["s", "Skip", () => advance(true)],
       ["u", "Undo", undoLast],
     ];
     const record = () => {
       numRated += 1;
       ratedPairs.push({ messages, models, answers, isRepeat });
-      advance();
+      advance(false);
     };
     rating = ratingBar({ messages, answers, order, blind: true }, record, extraActions);
     stage.append(rating.bar);
