@@ -237,7 +237,7 @@ def export_rows(arguments: Sequence[str]) -> None:
     """Write training rows made from ratings files, and print the statistics of the ratings."""
     count = next((i for i, word in enumerate(arguments) if word.startswith("-")), len(arguments))
     files = list(arguments[:count])
-    about = "Write a row for each pair, by majority vote of its raters, and for each correction."
+    about = "Write a row for each pair, by majority vote, each correction and each good response."
     config = parse_command(ExportConfig, arguments[count:], usage=USAGE, about=about)
     require(len(files) > 0, f"a ratings file is missing; usage: {USAGE}")
     ratings = active_ratings([rating for file in files for rating in read_ratings(Path(file))])
