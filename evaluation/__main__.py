@@ -28,8 +28,7 @@ def main(argv: Sequence[str]) -> None:
     """Evaluate the model, print a table and write the files.
 
     Raises:
-        UserError: a task or setting is unknown, the path has no model, or a task can't read its
-            rows.
+        UserError: a task or setting is unknown, the path has no model, or rows can't be read.
     """
     config = parse_command(
         EvaluationConfig,
@@ -38,7 +37,7 @@ def main(argv: Sequence[str]) -> None:
         about="Evaluate a model on tasks that programs grade (docs/evaluation.md).",
     )
     check_writable(config.output, option="--output")
-    tasks = get_tasks(config.tasks, config.paths, setting="--data")
+    tasks = get_tasks(config.tasks, config.paths, setting="--data {}=PATH")
     # Read all rows before loading the model, which takes longer.
     questions = {task.name: task.read(config.read_options(task)) for task in tasks}
 

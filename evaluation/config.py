@@ -20,10 +20,10 @@ class TaskSettings:
     """Data paths of tasks, as {"gsm8k": "FILE_OR_NAME"}."""
 
     eval_task_rows: int = 256
-    """Maximum questions per task."""
+    """Maximum number of questions per task."""
 
     eval_task_tokens: int | None = None
-    """Maximum tokens per response; null uses the default of each task."""
+    """Maximum number of tokens per response; null uses the default of each task."""
 
 
 def load_questions(settings: TaskSettings) -> list[tuple[Task, list[Question]]]:
@@ -35,14 +35,14 @@ def load_questions(settings: TaskSettings) -> list[tuple[Task, list[Question]]]:
     paths = settings.eval_task_data
     return [
         (task, task.read(ReadOptions(path=paths.get(task.name), limit=settings.eval_task_rows)))
-        for task in get_tasks(settings.eval_tasks, paths, setting="eval_task_data")
+        for task in get_tasks(settings.eval_tasks, paths, setting="eval_task_data.{}")
     ]
 
 
 def check_tasks(settings: TaskSettings) -> None:
     """Raise ConfigError if a task is unknown or lacks its rows."""
     paths: Mapping[str, str] = settings.eval_task_data
-    get_tasks(settings.eval_tasks, paths, setting="eval_task_data")
+    get_tasks(settings.eval_tasks, paths, setting="eval_task_data.{}")
     require(
         settings.eval_task_rows > 0,
         f"eval_task_rows must be positive, got {settings.eval_task_rows}",
@@ -73,7 +73,7 @@ class EvaluationConfig:
     """The k of pass@k, the probability that one of k responses is correct; 1 is the accuracy."""
 
     samples: int | None = None
-    """Responses per question; null uses the largest k."""
+    """Number of responses per question; null uses the largest k."""
 
     temperature: float | None = None
     """Sampling temperature; null uses 0 (greedy) for one response and 1 for several."""
@@ -82,10 +82,10 @@ class EvaluationConfig:
     """Sample from the most likely tokens that together have this probability."""
 
     max_new_tokens: int | None = None
-    """Maximum tokens per response; null uses the default of each task."""
+    """Maximum number of tokens per response; null uses the default of each task."""
 
     shots: int = 0
-    """Demonstrations before each question of gsm8k, as earlier turns of the dialogue."""
+    """Number of demonstrations before each question of gsm8k, as earlier turns."""
 
     instruction: str = ""
     """Text appended to each question of gsm8k; empty leaves questions as in training."""
@@ -94,13 +94,13 @@ class EvaluationConfig:
     """Maximum number of questions per task; null uses all."""
 
     threads: int | None = None
-    """CPU threads; null uses RLHF_THREADS or, if that is unset, one per core."""
+    """Number of CPU threads; null uses RLHF_THREADS or, if that is unset, one per core."""
 
     seed: int = 0
     """The same seed draws the same responses."""
 
     batch_size: int = 32
-    """Number of responses sampled at once; does not affect the results."""
+    """Number of responses sampled at once; it does not affect the results."""
 
     output: Path = Path("evaluation.json")
     """JSON file for all metrics and their settings; the responses with their grades are written
@@ -109,7 +109,7 @@ class EvaluationConfig:
     def __post_init__(self) -> None:
         require(bool(self.path), "--path is missing: pass a model directory")
         require(bool(self.tasks), "--tasks is missing: pass one or more, such as embedded or gsm8k")
-        tasks = get_tasks(self.tasks, self.paths, setting="--data")
+        tasks = get_tasks(self.tasks, self.paths, setting="--data {}=PATH")
         require(
             bool(self.k) and all(k > 0 for k in self.k),
             f"--k must be positive, got {' '.join(map(str, self.k)) or 'none'}",
@@ -126,9 +126,7 @@ class EvaluationConfig:
         )
         require(self.shots >= 0, f"--shots must be at least 0, got {self.shots}")
         any_shots = any(task.takes_shots for task in tasks)
-        require(
-            any_shots or not self.shots, "--shots is for gsm8k, whose rows have solutions to show"
-        )
+        require(any_shots or not self.shots, "--shots is only for gsm8k; omit it")
         require(any_shots or not self.instruction, "--instruction is only for gsm8k; omit it")
         require(self.limit is None or self.limit > 0, f"--limit must be positive, got {self.limit}")
         require(
@@ -158,7 +156,7 @@ class EvaluationConfig:
 
     @property
     def num_samples(self) -> int:
-        """Responses per question."""
+        """Number of responses per question."""
         return max(self.k) if self.samples is None else self.samples
 
     @property

@@ -34,7 +34,7 @@ class ReadOptions:
     """Maximum number of questions; None uses all."""
 
     shots: int = 0
-    """Demonstrations before each question, as earlier turns of the dialogue."""
+    """Number of demonstrations before each question, as earlier turns of the dialogue."""
 
     instruction: str = ""
     """Text appended to each question."""
@@ -53,7 +53,7 @@ class Task:
     """Grades one response. The metrics are the same for all questions."""
 
     max_new_tokens: int
-    """Default of the maximum number of tokens per response."""
+    """Default maximum number of tokens per response."""
 
     needs_path: bool = False
     """Whether the task needs a path to its rows."""

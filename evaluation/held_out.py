@@ -57,7 +57,7 @@ def encode_prompts(
     Args:
         examples: the rows.
         chat: the actor's chat format.
-        limit: maximum tokens of a prompt.
+        limit: maximum number of tokens in a prompt.
         name: name of the prompts in messages, such as "held-out".
         setting: name of the limit's setting, such as "ppo.max_prompt_length".
         max_prompts: maximum number of prompts; None encodes all.
@@ -95,7 +95,7 @@ class HeldOutPrompts(ABC):
         generating: context manager that provides the current model for generation.
         seed: seed of the sampled responses.
         temperature: temperature of the sampled responses.
-        max_new_tokens: maximum tokens per response.
+        max_new_tokens: maximum number of tokens per response.
         batch_size: number of prompts that a process responds to at once.
     """
 
@@ -138,7 +138,7 @@ class HeldOutPrompts(ABC):
 
     @abstractmethod
     def compute_kl(self, responses: Sequence[Response]) -> float:
-        """Return the mean log pi - log pi_ref of responses sampled from the actor, in nats."""
+        """Return the mean of log pi - log pi_ref over responses sampled from the actor, in nats."""
 
     def answer_all(self, *, strict: bool = False) -> HeldOutResponses:
         """Generate and score greedy and sampled responses of the current actor.

@@ -29,7 +29,7 @@ class Instruction:
     """One kind of instruction."""
 
     follows: Callable[[str, Arguments], bool]
-    """Whether a non-empty text follows the instruction."""
+    """Returns whether a non-empty text follows the instruction."""
 
     argument_types: Mapping[str, type | tuple[type, ...]] = field(default_factory=dict)
     """The instruction's arguments and their types."""

@@ -43,7 +43,7 @@ def read_gsm8k(options: ReadOptions) -> list[Question]:
         answer = str(get_column(row, "answer"))
         if gold_answer(answer) is None:
             raise DataError(
-                f"{row.origin}: its answer has no number after ####; GSM8K's rows end with one"
+                f"{row.origin}: its answer has no number after ####; GSM8K's answers end with one"
             )
         questions.append(Question((*demonstrations, make_turn(row)), {"answer": answer}))
     return questions
@@ -59,7 +59,7 @@ def grade_gsm8k(question: Question, response: str) -> Grades:
 
 
 def read_embedded(options: ReadOptions) -> list[Question]:
-    """Return the prompts whose wordings are not used for training, in a fixed order of kinds.
+    """Return the prompts whose wordings are not used for training, ordered by kind.
 
     Raises:
         ConfigError: a data path is given, which the embedded task doesn't use.
@@ -124,22 +124,23 @@ def get_tasks(names: Sequence[str], paths: Mapping[str, str], *, setting: str) -
     Args:
         names: names of tasks.
         paths: data paths, by the name of the task that reads them.
-        setting: name of the setting with the paths, for error messages.
+        setting: name of the setting with a task's path, {} being the task, for error messages.
 
     Raises:
-        ConfigError: a task is unknown, named twice, or lacks its data path.
+        ConfigError: a task is unknown, named twice, or lacks its data path, or a path has no task.
     """
     for name in (*names, *paths):
         if name not in TASKS:
             raise ConfigError(f"there is no task {name}; {suggestion(name, TASKS)}")
     for name in paths:
-        require(name in names, f"{setting} {name}=...: add {name} to the tasks, or omit this path")
+        option = setting.format(name)
+        require(name in names, f"{option}: add {name} to the tasks, or omit this path")
     for name in names:
         require(names.count(name) == 1, f"the task {name} is listed twice; list it once")
         require(
             name in paths or not TASKS[name].needs_path,
-            f"the task {name} has no built-in rows; pass a file or Hub name as {setting}"
-            f" {name}=PATH",
+            f"the task {name} has no built-in rows; pass a file or Hub name with"
+            f" {setting.format(name)}",
         )
     return [TASKS[name] for name in names]
 
@@ -148,7 +149,7 @@ def parse_paths(values: Sequence[str], *, setting: str) -> dict[str, str]:
     """Return data paths by task, parsed from arguments such as `gsm8k=rows.jsonl`.
 
     Raises:
-        ConfigError: an argument is not of the form TASK=PATH.
+        ConfigError: an argument is not of the form TASK=PATH, or a task has two paths.
     """
     paths: dict[str, str] = {}
     for value in values:
@@ -157,5 +158,6 @@ def parse_paths(values: Sequence[str], *, setting: str) -> dict[str, str]:
             bool(task and equals and path),
             f"{setting} {value}: pass the task and its rows, such as gsm8k=rows.jsonl",
         )
+        require(task not in paths, f"{setting} has two paths for {task}; omit one")
         paths[task] = path
     return paths

@@ -41,10 +41,10 @@ class WinrateConfig(SamplingConfig):
     path: https://HOST/v1, model: NAME}'."""
 
     temperature: float = 0.0
-    """Sampling temperature; 0 is greedy."""
+    """Sampling temperature; 0 selects greedy decoding."""
 
     max_new_tokens: int = 512
-    """Maximum tokens per response."""
+    """Maximum number of tokens per response."""
 
     timeout_seconds: float = 60.0
     """Maximum seconds per program call or request."""

@@ -22,7 +22,7 @@ from pipeline.system.errors import DataError, UserError
 
 HELP = """\
 /reset           forget the dialogue, keep the system message (also: clear)
-/system TEXT     start over with TEXT as the system message, or without one if empty
+/system TEXT     start over with TEXT as the system message, or without one if TEXT is empty
 /temperature X   0 is greedy, 1 samples from the model's distribution
 /length N        maximum length of a response, in tokens
 /save FILE       write the dialogue as a JSON list of messages

@@ -44,7 +44,7 @@ def generate(
     batch_size: int = 64,
     on_response: Callable[[int, Response], None] | None = None,
 ) -> list[Response]:
-    """Respond to each prompt; responses are in the order of the prompts.
+    """Return a response to each prompt, in the order of the prompts.
 
     Sampling is keyed by (seed, key of the prompt, position), so it does not depend on the order of
     the prompts or on what else is in the batch. A response also ends at the end of the model's
@@ -54,7 +54,7 @@ def generate(
         model: a causal language model, plain or with adapters.
         prompts: token ids of each prompt, none empty; equal prompts are prefilled only once.
         max_new_tokens: maximum number of tokens in a response, including its stop token.
-        temperature: divides the logits before sampling; 0 is greedy.
+        temperature: divides the logits before sampling; 0 selects greedy decoding.
         stop_ids: tokens that end a response.
         seed: sampling seed.
         top_p: sample only from the most likely tokens that together reach this probability.
@@ -63,7 +63,7 @@ def generate(
         on_response: called with (index of the prompt, response) when each one ends.
 
     Raises:
-        DataError: a prompt is empty, contains ids that the model lacks, or fills its context.
+        DataError: a prompt is empty, contains unknown token ids, or fills the model's context.
     """
     completions = generate_each(
         model,
@@ -106,7 +106,7 @@ def generate_each(
     a share of them.
 
     Raises:
-        DataError: a prompt is empty, contains ids that the model lacks, or fills its context.
+        DataError: a prompt is empty, contains unknown token ids, or fills the model's context.
         ConfigError: there is no room for the keys and values of one sequence.
     """
     plain = base_model(model)
@@ -281,6 +281,7 @@ def remaining_context(model: PreTrainedModel, num_tokens: int) -> int:
     limit = context_length(model)
     if num_tokens >= limit:
         raise DataError(
-            f"a prompt has {num_tokens} tokens, but the model's context is {limit}; shorten it"
+            f"a prompt has {num_tokens} tokens, but the model's context is {limit}, including the"
+            " response; shorten the prompt"
         )
     return limit - num_tokens

@@ -19,7 +19,7 @@ class HybridEngine:
     As in Yao et al. 2023 (DeepSpeed-Chat), section 4, but with copies instead of aliases.
 
     Args:
-        engine: trains the model.
+        engine: the engine that trains the model.
         model: the Hugging Face model, with its adapters if it has any.
         tp_group: the tensor-parallel group of generation; by default, that of training.
         resident: whether to keep the replica's memory between generations.
@@ -75,7 +75,7 @@ class HybridEngine:
                 self.replica.release()
 
     def metrics(self) -> dict[str, int | float]:
-        """Return the hash of the weights last used in generation and the seconds of their sync."""
+        """Return the hash of the weights last used in generation, and the seconds to sync them."""
         return {"weights_hash": self.weights_hash, "seconds_weight_sync": self.seconds}
 
     @contextmanager

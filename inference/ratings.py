@@ -141,7 +141,7 @@ class Agreement:
     pairs: int
     """Number of comparisons of two responses, including ties and "both bad"."""
     blind: int
-    """Number of pairs with a choice that were shown without names, in random order."""
+    """Number of pairs with a choice that were shown without model names, in random order."""
     left: float | None
     """Fraction of blind pairs whose left response was chosen; 0.5 without position bias."""
     longer: float | None
@@ -198,7 +198,7 @@ def comparison_key(pair: Rating) -> tuple[str, ...]:
 
 
 def _kappa(label_pairs: Sequence[tuple[str, str]]) -> float | None:
-    """Return (observed - expected) / (1 - expected) agreement, expected from pooled labels."""
+    """Return (observed - expected) / (1 - expected); `expected` is computed from pooled labels."""
     if not label_pairs:
         return None
     observed = sum(a == b for a, b in label_pairs) / len(label_pairs)
@@ -243,10 +243,10 @@ def export_rows(arguments: Sequence[str]) -> None:
     ratings = active_ratings([rating for file in files for rating in read_ratings(Path(file))])
     rows, undecided = export(ratings)
     if not rows:
-        raise DataError(f"no rating prefers or corrects a response: {', '.join(files)}")
+        raise DataError(f"no rating prefers, corrects or approves a response: {', '.join(files)}")
     lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     write_output({config.out: lines}, option="--out")
-    skipped = f"; skipped {undecided} pairs without a preference" if undecided else ""
+    skipped = f"; skipped pairs without a preference: {undecided}" if undecided else ""
     print_output(f"{config.out}: {len(rows)} rows{skipped}")
     for name, value in asdict(compute_agreement(ratings)).items():
         print_output(f"{name:16}{'-' if value is None else format(value, '.4g')}")

@@ -33,7 +33,7 @@ HASH_BITS = 52
 """Number of bits in a hash, few enough for JSON numbers to represent it exactly."""
 
 WORD_BYTES = 8
-"""Number of bytes in each of the words that a hash adds."""
+"""Size in bytes of the words whose sum is hashed."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class WeightSource:
 
     @property
     def detached(self) -> Tensor:
-        """The trained parameter, without a copy."""
+        """The trained parameter, detached from autograd but not copied."""
         assert self.parameter is not None
         return self.parameter.detach()
 
@@ -179,7 +179,7 @@ class ReplicaWeight:
     """Index of the weight, the same on all processes."""
 
     name: str
-    """Name of the weight; of a tied weight, the first name."""
+    """Name of the weight; for a tied weight, its first name."""
 
     source: WeightSource
 
@@ -363,7 +363,7 @@ class Replica:
             weight.set_parameters(value.expand(weight.shape))
 
     def weights_hash(self) -> int:
-        """Hash the weights used in generation, with adapters merged; the same for any sharding.
+        """Hash the weights used in generation, with adapters merged, regardless of the sharding.
 
         A collective of `tp_group`.
         """

@@ -50,7 +50,7 @@ def read_prompts(path: Path) -> list[Prompt]:
     """Read the prompts in a .jsonl file; blank lines are skipped.
 
     Raises:
-        DataError: the file doesn't exist, has no prompt, or has a line that is not a prompt.
+        DataError: the file can't be read, has no prompts, or has a line that is not a prompt.
     """
     try:
         lines = path.read_text(encoding="utf-8-sig").split("\n")
@@ -204,7 +204,7 @@ class Responder:
         )
 
     def finish(self, prompt: Sequence[int], response: Response) -> TextResponse:
-        """Return the text of a response to `prompt`, cut before the first stop string."""
+        """Decode a response to `prompt`, and cut it before the first stop string."""
 
         def decode(token_ids: list[int]) -> str:
             # Raw text continues the prompt, so its first word keeps its space.

@@ -33,7 +33,7 @@ def load_scorer(reward: str | FrozenModelConfig) -> tuple[Scorer, ChatFormat]:
 def score_responses(
     reward: str | FrozenModelConfig, dialogues: Sequence[tuple[Sequence[Message], str]]
 ) -> list[float]:
-    """Score each response to its prompt with a reward model that `load_scorer` loads.
+    """Score each response to its prompt with a reward model, given its path or settings.
 
     The model's own chat format is used; texts that are too long are truncated at the beginning.
     """

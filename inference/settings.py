@@ -11,13 +11,13 @@ class SamplingOptions:
     """Sampling settings without the seed, for commands that set one separately."""
 
     max_new_tokens: int = 128
-    """Maximum tokens per response."""
+    """Maximum number of tokens per response."""
 
     min_new_tokens: int = 0
-    """Minimum tokens per response; stop tokens are not sampled before that."""
+    """Minimum number of tokens per response; stop tokens are not sampled before that."""
 
     temperature: float = 0.7
-    """Divides the logits before sampling; 0 is greedy."""
+    """Divides the logits before sampling; 0 selects greedy decoding."""
 
     top_k: int | None = None
     """Sample from this number of most likely tokens; null uses all."""

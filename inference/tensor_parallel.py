@@ -21,7 +21,7 @@ def get_tp_group(model: nn.Module) -> Group:
 
 
 def get_local_kv_heads(model: nn.Module) -> int | None:
-    """Return a tensor-parallel model's key/value heads on this process; None for other models."""
+    """Return the number of key/value heads on this process; None without tensor parallelism."""
     return getattr(model, _KV_HEADS, None)
 
 
@@ -39,7 +39,7 @@ def get_sharing_group(model: nn.Module) -> Group:
 
 
 def all_reduce_(values: Shaped[Tensor, "*S"], group: Group) -> Shaped[Tensor, "*S"]:
-    """Sum over the group, in place; results are bitwise identical on all processes."""
+    """Sum `values` over the group in place; results are bitwise identical on all processes."""
     if group.size > 1 and values.is_cuda:
         dist.all_reduce(values, group=group.process_group)
     elif group.size > 1:

@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 INCOMPLETE = "\ufffd"
-"""Decoded text of an incomplete character's bytes."""
+"""Replacement character, to which the bytes of an incomplete character are decoded."""
 
 
 class TextStream:
@@ -139,8 +139,7 @@ class ResponseText:
     Args:
         token_bytes: bytes of the model's tokens.
         stops: stop strings, before which the response ends; none is empty.
-        starts_text: whether the response starts a new text, without the leading space of its first
-            word if the tokenizer drops it.
+        starts_text: whether the response starts a text, whose first word may lose its space.
     """
 
     def __init__(

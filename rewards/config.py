@@ -128,7 +128,7 @@ class RewardConfig:
     """judge: the lowest and highest score, which are mapped to 0 and 1."""
 
     concurrency: int = 8
-    """judge: concurrent requests."""
+    """judge: maximum number of concurrent requests."""
 
     attempts: int = 4
     """remote, judge: maximum attempts per request, with increasing pauses between them."""
@@ -187,7 +187,7 @@ def read_spec(
         spec: the value.
         used_names: names of other sources; a source without a name is named after its function or
             kind, with a number if that name is in use.
-        option: name of the option, for messages.
+        option: name of the option, for error messages.
 
     Raises:
         ConfigError: the value is not a valid source.
@@ -197,8 +197,8 @@ def read_spec(
     if kind not in KINDS:
         problem = f"there is no kind {kind}" if kind else "kind is missing"
         raise ConfigError(
-            f"{option} {spec}: pass file.py:function, a kind, or settings in braces; {problem},"
-            f" {suggestion(kind, KINDS)}"
+            f"{option} {spec}: {problem} ({suggestion(kind, KINDS)}); pass file.py:function, a kind"
+            " or settings in braces"
         )
     base = str(settings.get("path", "")).rpartition(":")[2] if kind == "function" else kind
     numbered = (f"{base}_{number}" for number in itertools.count(2))

@@ -127,7 +127,7 @@ def fail_all(message: str, count: int) -> list[Outcome]:
 
 
 def describe_value(value: object) -> str:
-    """Return the type and the truncated repr of a value, for messages."""
+    """Return the type and the truncated repr of a value, for error messages."""
     text = repr(value)
     return f"{type(value).__name__} {text if len(text) <= 80 else text[:77] + '...'}"
 

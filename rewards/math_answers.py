@@ -178,7 +178,7 @@ def _normalize(text: str, extra: Sequence[tuple[re.Pattern[str], str]] = ()) -> 
 
 
 def _extract_marked(text: str) -> str | None:
-    r"""Return the content of the last \boxed{...}, else the line's rest after the last ####."""
+    r"""Return the text in the last \boxed{...}, else the rest of the line after the last ####."""
     start = max(text.rfind("\\boxed{"), text.rfind("\\fbox{"))
     if start >= 0:
         start = text.index("{", start) + 1

@@ -60,7 +60,7 @@ class Rewards:
 
     @property
     def notes(self) -> list[str]:
-        """Sentences for the log: the form of each function."""
+        """Notes for the log on how the reward functions are called."""
         return [source.note for source in self._sources if source.note is not None]
 
     def submit(self, episodes: Sequence[Episode]) -> None:
@@ -203,7 +203,7 @@ def weighted_sum(values: Sequence[Values], weights: Sequence[float]) -> list[flo
 
     If some sources return None, the other weights are scaled so that the absolute weights have the
     same total, and rewards of different rows remain comparable. The result is None if no source
-    with a weight applies.
+    with a nonzero weight applies.
 
     Args:
         values: for each source, a number or None per response.

@@ -27,7 +27,7 @@ class ScoringConfig:
     """Rows, and the worker processes that score their responses."""
 
     fields: dict[str, str] = field(default_factory=dict)
-    """Column names that differ from the usual ones: prompt=question."""
+    """Column names that differ from the usual ones, such as prompt=question."""
 
     limit: int | None = None
     """Maximum number of rows to read; null reads all."""
@@ -58,16 +58,16 @@ class SamplingConfig(ScoringConfig):
     """Rows with the prompts: a file, directory or Hub name, or `embedded`."""
 
     temperature: float = 1.0
-    """Sampling temperature; 0 is greedy."""
+    """Sampling temperature; 0 selects greedy decoding."""
 
     top_p: float = 1.0
     """Sample from the most likely tokens that together have this probability."""
 
     max_new_tokens: int = 256
-    """Maximum tokens per response."""
+    """Maximum number of tokens per response."""
 
     batch_size: int = 32
-    """Number of responses sampled at once; does not affect the results."""
+    """Number of responses sampled at once; it does not affect the results."""
 
     seed: int = 0
     """The same seed draws the same responses."""
@@ -92,7 +92,7 @@ def read_prompts(
     Args:
         config: the data path and its limit.
         columns: columns to keep.
-        held_out: use the rows that no step trains on, if the path has any.
+        held_out: whether to use the rows that no step trains on, if the path has any.
 
     Raises:
         DataError: the rows can't be read, or none has a prompt.

@@ -201,8 +201,8 @@ run()
 def code_scorer(config: RewardConfig) -> Scorer:
     """Return a scorer that gives the fraction of a row's tests that the response's program passes.
 
-    The program is the last fenced block of the response, else the whole response. Tests are Python
-    code (or a list of lines) with assertions that must all hold, or input/output pairs,
+    The program is the last fenced block of the response, or the whole response without one. Tests
+    are Python code (or a list of lines) with assertions that must all hold, or input/output pairs,
     `[{"input": "1 2", "output": "3"}, ...]` or `{"inputs": [...], "outputs": [...]}`, or either
     as a string. Trailing whitespace in outputs is ignored. A row without tests has no reward.
     """

@@ -39,7 +39,7 @@ class SelectConfig(SamplingConfig):
     settings in braces, such as '{kind: model, path: OUT/step2_reward}' for a reward model."""
 
     best_of: int = 16
-    """Responses per prompt; those truncated at max_new_tokens are never chosen."""
+    """Number of responses per prompt; those truncated at max_new_tokens are never chosen."""
 
     write: Literal["demonstrations", "pairs"] = "demonstrations"
     """demonstrations: the best response to each prompt, for step 1; pairs: the best and the worst,

@@ -104,7 +104,7 @@ def read_source(config: RewardConfig, *, timeout_seconds: float = 10.0) -> Sourc
     """
     require(
         config.kind not in ("model", "environment"),
-        f"rewards.{config.name}: kind {config.kind} is available only in step 3; omit it here",
+        f"rewards.{config.name}: kind {config.kind} can't be used here; use another kind",
     )
     function = read_function(config) if config.kind == "function" else None
     template = None

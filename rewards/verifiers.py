@@ -66,7 +66,7 @@ def length_scorer(config: RewardConfig) -> Scorer:
 
 
 def verifier_scorer(config: RewardConfig) -> Scorer:
-    """Return a scorer that gives 1 to correct and polite responses, else 0; None without answer."""
+    """Return a scorer that gives 1 to correct, polite responses, else 0; None without an answer."""
     column = config.resolved_column
     assert column is not None
 

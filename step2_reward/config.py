@@ -67,12 +67,12 @@ class RewardConfig(LabelSettings, EarlyStopping):
     def choose_rows(
         self, train: Sequence[Example], held_out: Sequence[Example]
     ) -> tuple[list[Example], list[Example]]:
-        """Return the rows with the kind of label that is set, or else detected from the columns."""
+        """Return the rows with the kind of label that is set or, if it is auto, detected."""
         return select_rows(self, train, held_out)
 
     @property
     def sequences_per_row(self) -> int:
-        """Maximum dialogues per row; two if the kind of label depends on the rows."""
+        """Maximum number of dialogues per row: two for pairs, or if the kind is detected later."""
         known = {"classes": 1, "scalar": 1, "steps": 1}
         return known.get(self.labels, 2)
 
@@ -107,13 +107,13 @@ class LabConfig:
     `embedded` is the embedded task's held-out pairs."""
 
     fields: dict[str, str] = field(default_factory=dict)
-    """Column names that differ from the usual ones: prompt=question label=category."""
+    """Column names that differ from the usual ones, such as prompt=question label=category."""
 
     rows: int = 1000
     """Maximum number of rows to measure."""
 
     max_length: int = 512
-    """Maximum tokens per dialogue; longer ones lose their beginning."""
+    """Maximum number of tokens per dialogue; longer ones lose their beginning."""
 
     output_dir: Path | None = None
     """Directory of lab.json and predictions.jsonl; null uses `lab` in the model's directory."""

@@ -59,7 +59,7 @@ class LabelSettings:
 
     step_score: Literal["min", "product", "last"] = "min"
     """Score of a response in steps for RL: log-odds of the worst step (min) or of the last step,
-    or log-probability that all steps are right (product)."""
+    or log-probability that all steps are correct (product)."""
 
     def check_labels(self) -> None:
         """Raise ConfigError for invalid or contradictory settings."""
@@ -85,7 +85,7 @@ class LabelSettings:
         )
         require(
             bool(self.step_separator),
-            "step_separator must not be empty; the default is a line feed",
+            "step_separator must not be empty; the default is a newline",
         )
 
 
@@ -158,7 +158,7 @@ def select_rows(
                 " their columns with --fields, or choose another kind (docs/reward_models.md)"
             )
     if num_skipped := len(train) - len(selected[0]):
-        logger.info("skipping %d of %d rows that are not of kind %s", num_skipped, len(train), kind)
+        logger.info("skipping %d of %d rows: not of kind %s", num_skipped, len(train), kind)
     resolve_labels(config, *selected)  # raises for invalid labels
     return selected[0], selected[1]
 
@@ -205,8 +205,8 @@ def resolve_labels(
     loss = LOSSES[kind][0] if config.loss == "auto" else config.loss
     if loss not in LOSSES[kind]:
         raise ConfigError(
-            f"reward.loss {loss} can't be used with {kind}, which the rows contain; choose"
-            f" {' or '.join(LOSSES[kind])}"
+            f"reward.loss {loss} can't be used with labels of kind {kind}, which the rows have;"
+            f" choose {' or '.join(LOSSES[kind])}"
         )
     if kind == "steps":
         labels = [label for row in train for label in row.step_labels if label is not None]
@@ -236,7 +236,7 @@ def _resolve_numbers(loss: Loss, train: Sequence[Example], held_out: Sequence[Ex
     mean = sum(numbers) / len(numbers)
     std = math.sqrt(sum((number - mean) ** 2 for number in numbers) / len(numbers))
     if std == 0:
-        raise DataError(f"all {len(numbers)} training rows have the label {mean:g}; use others")
+        raise DataError(f"all {len(numbers)} training rows have the label {mean:g}; add others")
     return Labels("scalar", loss) if loss == "bce" else Labels("scalar", loss, mean=mean, std=std)
 
 
@@ -273,6 +273,6 @@ def require_listed(rows: Sequence[Example], classes: Sequence[str], owner: str) 
     for row in rows:
         if class_name(row.label) not in classes:
             raise DataError(
-                f"{row.origin}: label {class_name(row.label)} is not one of {owner},"
-                f" {', '.join(classes)}; add it, or remove the row"
+                f"{row.origin}: label {class_name(row.label)} is not one of {owner}"
+                f" ({', '.join(classes)}); correct or remove the row"
             )

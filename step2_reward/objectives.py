@@ -97,7 +97,7 @@ class Objective(ABC):
     """Base class of the objectives, for the common training loop."""
 
     has_accuracy = True
-    """Whether single rows can be right or wrong, so that there is an accuracy."""
+    """Whether each row is predicted correctly or not, so that there is an accuracy."""
 
     def __init__(self, labels: Labels, config: RewardConfig) -> None:
         self.labels = labels
@@ -135,7 +135,7 @@ class Objective(ABC):
 
     @abstractmethod
     def loss(self, outputs: Float[Tensor, "O C"], batch: Batch) -> tuple[Tensor, Tensor | None]:
-        """Return the loss summed over rows, and the number of right rows (None if undefined).
+        """Return the loss summed over rows, and the number of correct rows (None if undefined).
 
         Args:
             outputs: outputs at `batch.positions`.
@@ -217,7 +217,7 @@ class ScalarObjective(Objective):
     has_accuracy = False
 
     def loss(self, outputs: Float[Tensor, "O C"], batch: Batch) -> tuple[Tensor, None]:
-        """Return the loss summed over rows, and None, since single rows are not right or wrong."""
+        """Return the loss summed over rows, and None, since predictions aren't right or wrong."""
         scores = outputs[batch.sequence_indices[:, 0]].squeeze(-1)
         error = squared_error if self.labels.loss == "mse" else binary_cross_entropy
         return error(scores, batch.targets), None
@@ -251,7 +251,7 @@ class StepObjective(Objective):
         if not self._separators:
             raise DataError(
                 "reward.step_separator: the tokenizer has no token that ends in"
-                f" {self.config.step_separator!r}; choose a shorter one, such as a line feed"
+                f" {self.config.step_separator!r}; choose a shorter one, such as a newline"
             )
         return self._separators
 

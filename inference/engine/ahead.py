@@ -64,7 +64,7 @@ class AheadDecoder:
 
     @property
     def can_launch(self) -> bool:
-        """Whether another pass is possible and worthwhile: few sequences ended and one needs it."""
+        """Whether another pass is possible and useful: most sequences run, and one needs it."""
         most_are_running = 8 * sum(t.ended for t in self.tickets) <= len(self.tickets)
         is_needed = any(not t.ended and remaining_tokens(t) > 0 for t in self.tickets)
         return self._max_passes > 0 and most_are_running and is_needed

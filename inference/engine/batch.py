@@ -60,7 +60,7 @@ class OpenBatch:
 
     Args:
         model: a causal language model, plain or with adapters.
-        num_slots: number of sequences that run at once; halved, losing none, if memory runs out.
+        num_slots: number of sequences that run at once; halved if memory runs out, losing none.
         capacity: maximum number of tokens per sequence (prompt and response).
         num_pages: pages of the cache, enough for at least one sequence; by default, for all slots.
         chunk: maximum number of prompt tokens per step (default `PREFILL`).
@@ -206,7 +206,7 @@ class OpenBatch:
             return False
         self._num_slots //= 2
         self._num_pages = 1 + max((self._num_pages - 1) // 2, count_pages(self.capacity))
-        logger.warning("out of memory: generating %d sequences at once", self._num_slots)
+        logger.warning("out of memory: lowering the number of sequences to %d", self._num_slots)
         return True
 
     def _forward(self) -> tuple[Sequence[Ticket], list[Choice], dict[int, TokenLogprobs]]:

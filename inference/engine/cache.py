@@ -40,7 +40,7 @@ def count_pages(tokens: int) -> int:
 
 
 def page_bytes(model: PreTrainedModel) -> int:
-    """Return the bytes per page on this process: keys and values of all layers."""
+    """Return the size in bytes of a page on this process: keys and values of all layers."""
     config = model.config.get_text_config()
     heads, all_heads = get_local_kv_heads(model), config.num_attention_heads
     heads = heads or getattr(config, "num_key_value_heads", None) or all_heads
@@ -128,7 +128,7 @@ class DecodeAttention:
     """
 
     is_on_device = False
-    """Whether lengths and pages are read only on the device."""
+    """Whether only the device reads the lengths and pages."""
 
     def __init__(
         self, lengths: Sequence[int], pages: Int[np.ndarray, "B L"], device: torch.device
@@ -246,7 +246,7 @@ class ChunkedAttention:
 
 
 def new_zeros(like: Tensor, *shape: int) -> Shaped[Tensor, "..."]:
-    """Return zeros like `like` in dtype and device; a CPU allocates memory on first write.
+    """Return zeros with the dtype and device of `like`; on a CPU, memory is allocated on write.
 
     Uninitialized NaNs would survive the multiplication of masked values by 0. Huge pages need fewer
     address translations.

@@ -482,7 +482,7 @@ def storage_key(tensor: Tensor) -> int:
 
 
 class CurrentLayout:
-    """The layout passed to modules, which uses that of the current pass, traced or not."""
+    """The layout passed to the modules; delegates to that of the current pass, traced or not."""
 
     def __init__(self) -> None:
         self.layout: DecodeAttention | None = None

@@ -173,7 +173,7 @@ class PrefixCache:
         return (self._slots[index], count) if count >= REUSE_MIN else (None, 0)
 
     def is_pending(self, ticket: Ticket, prefilling: Mapping[Hashable, Ticket]) -> bool:
-        """Return whether a prompt being prefilled will provide a longer prefix than is stored.
+        """Return whether a prompt being prefilled will provide a longer prefix than the stored one.
 
         Args:
             ticket: a request without a slot.
@@ -198,7 +198,7 @@ class Scheduler:
     Args:
         cache: the keys and values.
         num_slots: number of sequences that run at once.
-        capacity: maximum tokens of a sequence; the cache has pages for at least one such sequence.
+        capacity: maximum length of a sequence; the cache has pages for at least one of that length.
         reuse: whether prompts reuse any common prefix, rather than only that of equal prompts.
         lookahead: number of further tokens to reserve pages for, if enough pages are free.
     """
@@ -377,7 +377,7 @@ class Scheduler:
         return self._cache.num_pages - 1 - len(occupied)
 
     def _allocate(self, count: int) -> list[int]:
-        """Allocate pages, if necessary from the sequences that ended first."""
+        """Allocate pages, if necessary by evicting the sequences that ended first."""
         if count > len(self._pool):
             for slot in self._slots_by_age(occupied=False):
                 self._pool.release(slot.pages)
@@ -420,7 +420,7 @@ def common_prefix(a: Int[np.ndarray, " P"], b: Int[np.ndarray, " Q"]) -> int:
 
 
 PREFILL = {"cpu": 2048, "cuda": 8192}
-"""Maximum prompt tokens per pass; more would need more memory without being faster.
+"""Maximum number of prompt tokens per pass; more would need more memory without being faster.
 `pipeline/budget/memory.py` has the same numbers."""
 
 
@@ -496,7 +496,7 @@ class Slots(Scheduler):
     def prefill(self, waiting: Waiting, *, chunk: int, is_closed: bool) -> None:
         """Give free slots to the oldest requests, and prefill at most `chunk` prompt tokens.
 
-        In a closed batch, prefill all prompts at once, when enough are waiting to be worthwhile.
+        In a closed batch, prefill all admitted prompts once enough are waiting to be worth it.
         """
         self.grow(waiting)
         if self.running and not self.should_prefill(waiting, is_closed=is_closed):

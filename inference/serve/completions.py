@@ -182,7 +182,7 @@ class Reply:
         The samples are those that `python -m inference.generate` draws for the same rows and seed.
 
         Raises:
-            ApiError: a prompt or a setting is out of range.
+            ApiError: a prompt or a setting is invalid.
         """
         config = self.state.config
         if self.per_prompt > config.max_n:
@@ -224,7 +224,7 @@ class Reply:
         if limit < 1:
             raise ApiError(400, "max_tokens must be positive", param="max_tokens")
         if (fields.min_tokens or 0) > limit:
-            message = f"min_tokens must be at most max_tokens, {limit}"
+            message = f"min_tokens must be at most max_tokens ({limit}), got {fields.min_tokens}"
             raise ApiError(400, message, param="min_tokens")
         return limit
 
@@ -240,7 +240,7 @@ def check_prompt(served: ServedModel, prompt: Sequence[int], param: str, min_roo
     if max(prompt) >= served.vocabulary:
         raise ApiError(
             400,
-            f"prompt has the token id {max(prompt)}, but the ids of {served.name} are 0 to"
+            f"a prompt has the token id {max(prompt)}, but the ids of {served.name} are 0 to"
             f" {served.vocabulary - 1}; use its tokenizer",
             param=param,
         )
@@ -473,7 +473,7 @@ class TextPosition:
     _incomplete: bytes = field(default=b"", repr=False)
 
     def tokens(self, piece: Piece) -> list[tuple[int, bytes, TokenLogprobs]]:
-        """Return (id, bytes, log-probabilities) of the tokens of a piece that have text."""
+        """Return (id, bytes, log-probabilities) of the piece's tokens that have text."""
         ids = piece.ids[: len(piece.logprobs)]
         parts = self.served.token_bytes.get_all(ids, starts_text=self.starts_text)
         self.starts_text = self.starts_text and set(ids) <= self.served.token_bytes.special

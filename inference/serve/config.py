@@ -52,8 +52,8 @@ class ServeConfig:
     """Memory for all keys and values, in GiB; null uses half of what the weights leave free."""
 
     prefix_reuse: Literal["client", "all", "off"] = "client"
-    """Clients whose keys and values a prompt with a common prefix may reuse: client (those with the
-    same key or address), all, or off."""
+    """Clients whose keys and values a prompt with a common prefix may reuse: client (only those
+    with the same key or address), all, or off (none)."""
 
     prefill_chunk: int | None = None
     """Maximum prompt tokens processed between two tokens of running responses; null uses 64 on a

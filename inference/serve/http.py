@@ -38,7 +38,7 @@ KEEP_ALIVE = b": waiting\n\n"
 
 
 class ApiError(Exception):
-    """A rejected request; the message is one sentence that explains how to fix it."""
+    """A rejected or failed request; the message is one sentence, with a fix if there is one."""
 
     def __init__(
         self, status: int, message: str, *, param: str | None = None, code: str | None = None

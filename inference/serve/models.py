@@ -168,7 +168,7 @@ class ServedReward:
             raise ApiError(
                 400,
                 f"the dialogue has {len(encoded)} tokens, but the context of {self.name} is"
-                f" {limit}; shorten it",
+                f" {limit}; shorten the dialogue",
                 param="messages",
                 code="context_length_exceeded",
             )
@@ -215,7 +215,7 @@ def collect_models(config: ServeConfig) -> list[ModelPath]:
     """Return the models of `--path` and `--run`, with distinct names.
 
     Raises:
-        ConfigError: two models have the same name.
+        ConfigError: two models have the same name, or the run can't be read.
         ModelError: the run has no model yet.
     """
     paths = [] if config.run is None else find_run_models(config.run)
@@ -370,8 +370,8 @@ def plan_memory(
     if total > free:
         needed, available = format_bytes(total, free)
         raise ConfigError(
-            f"the weights of all {len(models) + (reward is not None)} models take {needed}, but "
-            f"only {available} is free; serve fewer models, or set --precision bf16"
+            f"the weights of the models take {needed}, but only {available} is free; serve fewer"
+            " models, or set --precision bf16"
         )
     budget = (free - total) // 2 if config.cache_gib is None else int(config.cache_gib * GIB)
     share = budget // max(1, len(models))
@@ -395,8 +395,8 @@ def _plan_slots(
     if slots * slot_bytes > budget:
         needed, available = format_bytes(slots * slot_bytes, budget)
         raise ConfigError(
-            f"the keys and values of {name} take {needed} in {slots} slots of {context:,} tokens,"
-            f" but only {available} is free; lower --slots or --context, or serve fewer models"
+            f"the keys and values of {name} take {needed} with --slots {slots} and --context"
+            f" {context}, but only {available} is available; lower one, or serve fewer models"
         )
     return slots, context
 

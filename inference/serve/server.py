@@ -32,7 +32,7 @@ def listen(config: ServeConfig) -> socket.socket:
     """Open the socket that accepts requests.
 
     Raises:
-        ConfigError: the port is taken, or this machine has no such address.
+        ConfigError: the port is taken, or the address can't be bound.
     """
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
@@ -44,8 +44,8 @@ def listen(config: ServeConfig) -> socket.socket:
         listener.close()
         if error.errno in (98, 48):  # EADDRINUSE on Linux and macOS
             raise ConfigError(
-                f"--port {config.port} of {config.host} is in use; choose another, or --port 0 for"
-                " any free port"
+                f"--port {config.port} on {config.host} is in use; choose another, or use --port 0"
+                " for any free port"
             ) from None
         raise ConfigError(
             f"--host {config.host} --port {config.port} can't be bound: {error.strerror}"
@@ -148,7 +148,7 @@ class Server(uvicorn.Server):
         while self.state.broker.num_open and time.monotonic() < deadline:
             await asyncio.sleep(0.05)
         if self.state.broker.num_open:
-            logger.warning("aborting %d requests", self.state.broker.num_open)
+            logger.warning("aborting the unfinished requests (%d)", self.state.broker.num_open)
         self.should_exit = True
 
     def _on_signal(self, signum: int) -> None:

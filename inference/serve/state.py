@@ -128,7 +128,7 @@ class Broker:
         num_waiting = sum(not job.started for job in self._jobs) + self._num_calls
         queued_tokens = sum(job.num_prompt_tokens for job in self._jobs)
         if num_waiting >= self._config.queue or queued_tokens + num_tokens > MAX_QUEUED_TOKENS:
-            raise ApiError(429, f"the queue is full ({num_waiting} requests); try again later")
+            raise ApiError(429, f"the queue is full (requests: {num_waiting}); try again later")
         return self.worker
 
 

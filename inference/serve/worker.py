@@ -105,7 +105,7 @@ class Job:
 
 
 class ResponseState:
-    """One response of a job."""
+    """State of one response of a job."""
 
     def __init__(self, job: Job, row: int, served: ServedModel) -> None:
         self.job = job
@@ -221,7 +221,7 @@ class Worker:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no job or call waits or runs."""
+        """Whether no job or call is waiting or running."""
         return not (self._submitted or self._cancelled or self._calls or self._active or self._jobs)
 
     def _run(self) -> None:

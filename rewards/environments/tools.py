@@ -1,4 +1,4 @@
-"""A class whose public methods are tools, as an environment.
+"""An environment made from a class whose public methods are tools.
 
 A response calls tools with JSON objects: `<tool_call>{"name": "add", "arguments": {"a": 1, "b":
 2}}</tool_call>`. The next user turn contains the results in the same order, each in
@@ -93,7 +93,7 @@ class ToolEnvironment:
             return 'error: a call is an object with "name" and "arguments"'
         name, arguments = call["name"], call.get("arguments", {})
         if name not in self._tools:
-            return f"error: there is no tool {name}; there are {', '.join(sorted(self._tools))}"
+            return f"error: there is no tool {name}; the tools are {', '.join(sorted(self._tools))}"
         tool = self._tools[name]
         problem = argument_error(tool, arguments, self._types[name])
         if problem:

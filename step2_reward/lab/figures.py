@@ -35,7 +35,7 @@ def spearman(first_values: Float[Tensor, " N"], second_values: Float[Tensor, " N
 def concordance(scores: Float[Tensor, " N"], targets: Float[Tensor, " N"]) -> float:
     """Return the fraction of pairs with different targets whose scores are in the same order.
 
-    Equal scores count half; 1/2 if there is no such pair.
+    Pairs with equal scores count half. Returns 1/2 if there are no pairs with different targets.
     """
     right, total = 0.0, 0
     for index in range(len(targets)):  # one row at a time, for linear memory
@@ -101,7 +101,7 @@ BINS = 15
 2017)."""
 
 MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-2, 1e2
-"""Range of fitted temperatures; if every row is right, the optimum is the lowest."""
+"""Range of fitted temperatures; if every prediction is correct, the optimum is the lowest."""
 
 
 def calibrate(logits: Float[Tensor, "N C"], classes: Int[Tensor, " N"]) -> dict[str, Any]:
@@ -243,14 +243,14 @@ class PredictedSteps:
     """The labeled steps of a response."""
 
     targets: tuple[float, ...]
-    """Correctness of each step, from 0 to 1; right if at least 1/2."""
+    """Correctness of each step, from 0 to 1; a step is correct if this is at least 1/2."""
 
     logits: tuple[float, ...]
     """The model's log-odds that each step is correct."""
 
     @property
     def first_error(self) -> int | None:
-        """Index of the first wrong step; None if all are right."""
+        """Index of the first wrong step; None if all are correct."""
         return next((index for index, target in enumerate(self.targets) if target < 0.5), None)
 
     @property

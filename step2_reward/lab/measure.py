@@ -61,7 +61,7 @@ PROBES = ("no_end", "truncated", "doubled")
 response repeated."""
 
 MAX_PROBED = 256
-"""Maximum number of responses to perturb; each one and its versions need four passes."""
+"""Maximum number of responses to perturb; each needs four passes, for itself and its versions."""
 
 
 def measure(
@@ -154,7 +154,7 @@ def response_lengths(
 def compute_pair_metrics(
     scores: Sequence[Sequence[float]], lengths: Sequence[Sequence[int]]
 ) -> Metrics:
-    """Compute metrics of pairs, the better response first."""
+    """Compute metrics of pairs, in which the better response comes first."""
     differences = [chosen - rejected for chosen, rejected in scores]
     logits = torch.tensor([[difference, 0.0] for difference in differences])
     return {
@@ -228,7 +228,7 @@ def compute_probe_metrics(
 def change_response(example: Example, chat: ChatFormat, *, max_length: int) -> list[Encoded]:
     """Return a row's chosen response, followed by its perturbed versions in the order of `PROBES`.
 
-    Empty if the row has no finished response, or if a version is longer than `max_length`.
+    Empty if the row has no prompt or finished response, or a version exceeds `max_length`.
     """
     if len(example.chosen) != 1 or not example.prompt:
         return []
@@ -263,7 +263,7 @@ def find_good_rows(labels: Labels, examples: Sequence[Example]) -> Sequence[Exam
 def describe_steps(
     example: Example, row: Row, logits: Sequence[Sequence[float]], separator: str
 ) -> Metrics:
-    """Describe a row, with the probability that each labeled step is right."""
+    """Describe a row, with the probability that each labeled step is correct."""
     labeled = [index for index, label in enumerate(example.step_labels) if label is not None]
     probabilities: list[float | None] = [None] * len(example.steps)
     # Truncated rows have lost their first steps.

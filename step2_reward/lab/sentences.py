@@ -43,7 +43,7 @@ def _describe_accuracy(metrics: Mapping[str, Any]) -> list[str]:
         ]
     lines = [f"{_percent(accuracy['value'])} of the pairs are ordered correctly ({interval})"]
     if accuracy["low"] <= 0.5:
-        lines.append("That is near chance; do not optimize anything against this model")
+        lines.append("That is close to chance; do not optimize anything against this model")
     return lines
 
 
@@ -60,13 +60,13 @@ def _describe_steps(metrics: Mapping[str, Any]) -> list[str]:
         f" ({interval}); always predicting '{word}' would achieve {_percent(baseline)}"
     ]
     if accuracy["low"] <= baseline:
-        lines.append("That is near chance; do not optimize anything against this model")
+        lines.append("That is close to chance; do not optimize anything against this model")
     errors = metrics["first_errors"]
     parts: list[str] = []
     if errors["with_error"]:
         parts.append(
             f"the first error is found in {_percent(errors['found'] / errors['with_error'])} of"
-            f" {_format_count(errors['with_error'], 'response')} that have one"
+            f" {_format_count(errors['with_error'], 'response')} with an error"
         )
     if errors["without_error"]:
         parts.append(
@@ -83,11 +83,11 @@ def _describe_classes(metrics: Mapping[str, Any]) -> list[str]:
     classes = [report for report in metrics.get("classes", ()) if report["rows"]]
     if not classes:
         return []
-    unit = "steps" if metrics["labels"] == "steps" else "rows"
     worst = min(classes, key=lambda report: report["recall"])
+    count = _format_count(worst["rows"], "step" if metrics["labels"] == "steps" else "row")
     return [
         f"The mean recall of the classes is {_percent(metrics['macro_recall'])}; the lowest,"
-        f" {_percent(worst['recall'])}, is that of {worst['name']}, with {worst['rows']} {unit}"
+        f" {_percent(worst['recall'])}, is that of {worst['name']}, with {count}"
     ]
 
 

@@ -120,16 +120,15 @@ REJECTED = {
     "--tasks is missing": ["--path", "embedded"],
     "no task embeded; did you mean embedded": ["--path", "embedded", "--tasks", "embeded"],
     "--data gsm8k=PATH": ["--path", "embedded", "--tasks", "gsm8k"],
-    "no such file or directory": [
-        *("--path", "embedded", "--tasks", "gsm8k", "--data", "gsm8k=none.jsonl")
-    ],
+    "two paths for gsm8k": ["--path", "a", "--tasks", "gsm8k", "--data", "gsm8k=a", "gsm8k=b"],
+    "no such file or directory": ["--path", "a", "--tasks", "gsm8k", "--data", "gsm8k=none.jsonl"],
     "--k 4 needs that many responses per": [
         *("--path", "embedded", "--tasks", "embedded", "--k", "1", "4", "--samples", "2")
     ],
     "gives the same response 4 times": [
         *("--path", "embedded", "--tasks", "embedded", "--k", "4", "--temperature", "0")
     ],
-    "--shots is for gsm8k": ["--path", "embedded", "--tasks", "embedded", "--shots", "8"],
+    "--shots is only for gsm8k": ["--path", "embedded", "--tasks", "embedded", "--shots", "8"],
     "/no/such": ["--path", "/no/such", "--tasks", "embedded"],
 }
 

@@ -60,7 +60,7 @@ def test_command_scores_the_answers_of_the_rows(rows: Path) -> None:
     [
         ("{kind: math, colum: a}", "there is no setting rewards.math.colum"),
         ("{kind: length, max_tokens: a}", "rewards.length.max_tokens must be an integer"),
-        ("{weight: 3}", "kind is missing, available: code, environment, exact, function"),
+        ("{weight: 3}", r"kind is missing \(available: code, environment, exact, function"),
         ("{kind: length", "is not a mapping of settings"),
         ("judge:x", "rewards.judge.model is missing"),
     ],

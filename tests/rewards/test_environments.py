@@ -225,7 +225,7 @@ CALLS: Sequence[tuple[str, str]] = (
     ("<tool_call>{buy</tool_call>", r"error: the call is not JSON: .*\(char 1\)"),
     ("<tool_call>[1]</tool_call>", 'error: a call is an object with "name" and "arguments"'),
     ('<tool_call>{"name": 3}</tool_call>', 'error: a call is an object with "name"'),
-    (call("sell"), "error: there is no tool sell; there are buy, fail, pay"),
+    (call("sell"), "error: there is no tool sell; the tools are buy, fail, pay"),
     (call("_hidden"), "error: there is no tool _hidden"),
     (call("reset", currency="USD"), "error: there is no tool reset"),
     (call("buy"), "error: buy: missing a required argument: 'name'"),

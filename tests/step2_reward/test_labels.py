@@ -143,7 +143,7 @@ def test_label_kind_is_detected_from_the_rows(rows: list[Example], expected: str
     [
         ({}, [PAIR], "no held-out row has a chosen and a rejected"),
         ({"labels": "scalar"}, [PAIR], "no training row has a label that is a number"),
-        ({"loss": "mse"}, [PAIR, PAIR], "reward.loss mse can't be used with pairs"),
+        ({"loss": "mse"}, [PAIR, PAIR], "reward.loss mse can't be used with labels of kind pairs"),
         ({}, [PAIR, replace(PAIR, tie=True)], "no held-out row has a chosen and a rejected"),
         ({}, [step_row(1.0, None), step_row(0.0)], "all 1 labeled steps .* are right"),
         ({}, [step_row(0.4, 0.0), step_row(1.0)], "all 2 labeled steps .* are wrong"),

@@ -181,5 +181,5 @@ def test_lab_measures_steps_and_first_errors(
     assert rude["probabilities"][1] < 0.5 < rude["probabilities"][0]
     printed = capsys.readouterr().out
     assert "100.0 % of 128 steps are predicted correctly" in printed
-    assert "The first error is found in 100.0 % of 32 responses that have one" in printed
-    assert "near chance" not in printed
+    assert "The first error is found in 100.0 % of 32 responses with an error" in printed
+    assert "close to chance" not in printed

@@ -159,8 +159,8 @@ def load_classifier(
     path = model_path(config)
     if path == EMBEDDED:
         raise ModelError(
-            "the embedded model can't start a reward model, which starts from step 1's output;"
-            f" run `{TRAIN} --step 1` first"
+            "the embedded model can't be used as a reward model; to train one, run"
+            f" `{TRAIN} --step 1 2`"
         )
     settings = _load_settings(path, config)
     is_classifier = is_sequence_classifier(settings.architectures)

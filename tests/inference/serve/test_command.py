@@ -65,7 +65,7 @@ def run_rejected(*argv: str) -> str:
         ),
         (
             ("--path", "embedded", "--port", "0", "--reward", "embedded"),
-            "error: the embedded model can't start a",
+            "error: the embedded model can't be used",
         ),
         (("--path", "embedded", "--host", "203.0.113.7", "--insecure-no-key"), "error: --host 2"),
     ],
@@ -86,7 +86,7 @@ def test_port_in_use_is_named() -> None:
         line = run_rejected("--path", "embedded", "--port", str(port))
 
     assert line == (
-        f"error: --port {port} of 127.0.0.1 is in use; choose another, or --port 0 for any free"
+        f"error: --port {port} on 127.0.0.1 is in use; choose another, or use --port 0 for any free"
         " port"
     )
 
