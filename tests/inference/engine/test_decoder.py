@@ -189,7 +189,7 @@ def raise_replay_error(compute: Callable[[], Tensor], inputs: Tensor) -> Callabl
         (
             raise_replay_error,
             PassCounts(1, 12, 0, 1),
-            "the model's modules in each pass: it waits for a number",
+            "in eager mode, without replay: it waits for a number",
         ),
     ],
 )
