@@ -136,8 +136,8 @@ def test_evaluation_rows_that_were_all_trained_on_are_rejected(tmp_path: Path) -
     with pytest.raises(DataError) as raised:
         load_step_rows(make_config(3, tmp_path, replace(data, eval_path=(str(eval_file),))), step=3)
     assert str(raised.value).startswith(
-        f"nothing remains without the {len(loaded.train)} rows for evaluation whose prompt an"
-        " earlier step trained on; pass --eval-path with other prompts"
+        f"dropped {len(loaded.train)} rows for evaluation whose prompt an earlier step trained on,"
+        " so nothing remains; pass --eval-path with other prompts"
     )
 
 
@@ -154,8 +154,8 @@ def test_prompt_hashes_are_found_above_an_exported_actor(tmp_path: Path) -> None
 
     step3 = load_step_rows(make_config(3, tmp_path, data, actor=actor), step=3)
 
-    repeated = len(loaded.train)
-    assert any(note.startswith(f"{repeated} of its {len(step3.train)}") for note in step3.notes)
+    repeated = f"trained on {len(loaded.train)} of the {len(step3.train)} prompts"
+    assert any(repeated in note for note in step3.notes)
 
 
 @pytest.mark.jobs

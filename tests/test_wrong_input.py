@@ -67,7 +67,7 @@ CASES = r"""
 nonsense | 'nonsense' | options start with --
 --nonsense | --nonsense | --help lists
 --step 4 | --step | one of 0, 1, 2, 3
---step 0 | pretrain.data.path | pass token files
+--step 0 | pretrain.data.path | pass a token file
 --step 3 | step 3 needs the model of step 1 | create it with `python train.py --step 1
 --actor-model ./none | --actor-model: no such model | none does not exist
 --actor-model ./good.jsonl | --actor-model: good.jsonl is a file | a directory with config.json
@@ -80,7 +80,7 @@ nonsense | 'nonsense' | options start with --
 --data-path list.jsonl | list.jsonl | named fields
 --data-path numbers.jsonl | prompt must be text | fix the row
 --data-path one_prompt.jsonl | share one prompt | add more rows
---data-path cut.parquet | cut.parquet | not a readable parquet file
+--data-path cut.parquet | cut.parquet | not a readable Parquet file
 --data-path lfs.parquet | lfs.parquet is a Git LFS pointer | git lfs pull
 --data-path bad.csv | bad.csv line 2 | fix it
 --data-path twice.csv | twice.csv line 1 | a unique name

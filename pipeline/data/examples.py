@@ -77,7 +77,7 @@ class Example:
     """The demonstration, or the better response; empty for a prompt without a response."""
 
     rejected: tuple[Message, ...] = ()
-    """The worse response, or a single bad one; empty if there is none."""
+    """The worse response of a pair, or an unpaired bad one; empty if there is none."""
 
     margin: float | None = None
     """Amount by which `chosen` is better, in units of the score; None if unknown."""
@@ -99,15 +99,15 @@ class Example:
     """Origin of the row, for error messages: `rows.jsonl line 17`."""
 
     extra: Mapping[str, Any] = field(default_factory=dict, compare=False)
-    """Columns that the step reads in addition to the dialogue, such as the correct answer, by name;
+    """Columns by name that the step reads in addition to the dialogue, such as the correct answer;
     only those that the row has."""
 
     @cached_property
     def prompt_hash(self) -> int:
         """64-bit hash that identifies the prompt.
 
-        The first 8 bytes, little-endian, of the SHA-256 of the first user turn (of the text itself
-        if there is no prompt), in UTF-8, case-folded, with runs of whitespace as one space.
+        The first 8 bytes, little-endian, of the SHA-256 of the first user turn (of the whole text
+        if there is none), case-folded, with each run of whitespace as one space, in UTF-8.
         Dialogues with the same first turn are branches of one conversation and share the hash.
         """
         text = next((turn.content for turn in self.prompt if turn.role == "user"), None)

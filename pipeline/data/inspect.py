@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 SEED = 1234
-"""Seed of the run, for the rows of the built-in task."""
+"""Seed of the run, for the rows of the embedded task."""
 
 ALIASES = {"data_path": "path", "data_split": "split", "data_seed": "seed"}
 
@@ -45,7 +45,7 @@ class InspectConfig(DataConfig):
 
 
 def encode_row(example: Example, chat: ChatFormat, config: InspectConfig) -> dict[str, Encoded]:
-    """Encode the dialogues that the step reads (chosen and rejected, or prompt), untruncated."""
+    """Encode, untruncated, what the step reads: chosen, chosen and rejected, or the prompt."""
     if config.step == 3:
         return {
             "prompt": Encoded.untrained(chat.encode_prompt(example.prompt, origin=example.origin))
@@ -89,9 +89,8 @@ def main(argv: Sequence[str]) -> None:
     num_trained, num_tokens = sum(row.num_targets for row in dialogues), sum(map(len, dialogues))
     num_long = sum(len(dialogue) > config.max_length for dialogue in dialogues)
     print_output(
-        f"\n{len(dialogues)} dialogues: {num_trained} of {num_tokens} tokens"
-        f" ({num_trained / num_tokens:.0%}) are trained; {num_long} dialogues are longer than"
-        f" {config.max_length} tokens"
+        f"\nin all rows, {num_trained} of {num_tokens} tokens ({num_trained / num_tokens:.0%}) are"
+        f" trained on; {num_long} of {len(dialogues)} dialogues exceed {config.max_length} tokens"
     )
 
 

@@ -14,7 +14,7 @@ MAX_ENCODED_ROWS = 2048
 """Maximum number of rows that are encoded to count truncated ones: the first in random order."""
 
 MAX_ENCODED_EMBEDDED_ROWS = 128
-"""The same maximum for the built-in task, whose rows are all similar."""
+"""The same maximum for the embedded task, whose rows are all similar."""
 
 BATCH_ROWS = 64
 """Number of rows encoded at a time to find one with a target."""
@@ -63,7 +63,7 @@ def require_targets(
         if not any(fit.num_targets for batch in batches for fit in check.fit(batch)):
             raise DataError(
                 f"all {len(examples)} {name} {check.rows} {check.empty} at data.max_length"
-                f" {data.max_length}; raise it, or inspect the rows with `python -m"
+                f" {data.max_length}; raise this limit, or inspect the rows with `python -m"
                 " pipeline.data.inspect`"
             )
 

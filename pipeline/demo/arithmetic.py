@@ -34,7 +34,7 @@ class ArithmeticConfig:
     which is three times as large, learns sums more slowly."""
 
     calculator: bool = False
-    """Correct demonstrations call `add` of the environment calculator and answer with its
+    """Whether correct demonstrations call the environment calculator's `add` and answer with its
     result."""
 
     seed: int = 0
@@ -79,7 +79,7 @@ def main(argv: Sequence[str]) -> None:
     )
     files = {name: config.out / f"{name}.jsonl" for name in ("train", "test")}
     for path in (*files.values(), *([config.model] if config.model else [])):
-        require(not path.exists(), f"{path} already exists; remove it or choose another one")
+        require(not path.exists(), f"{path} already exists; remove it or choose another path")
     rows = make_sums(config)
     test, train = rows[:HELD_OUT], rows[HELD_OUT:]
     if config.model is not None:
@@ -95,8 +95,8 @@ def main(argv: Sequence[str]) -> None:
     content = {files["train"]: json_lines(train), files["test"]: json_lines(test)}
     write_output(content, option="--out")
     print_output(
-        f"{len(train):,} sums to train on and {len(test):,} held out in {config.out}; train on"
-        f" them with train.py --data-path {config.out} --reward math"
+        f"wrote {len(train):,} sums for training and {len(test):,} for evaluation to {config.out};"
+        f" train on them with train.py --data-path {config.out} --reward math"
     )
 
 

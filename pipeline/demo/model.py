@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from pipeline.demo.task import corpus
 
 VOCABULARY = 1280
-"""Pieces in the tokenizer: 4 special ones, 256 bytes, characters, and words of the task."""
+"""Number of pieces: 4 special ones, 256 bytes, line breaks, characters, and words of the task."""
 
 CONTEXT = 256
 """Context length of the model: enough for several turns of a chat."""

@@ -38,13 +38,13 @@ STEPS = (1,) * 8 + (2,) * 5 + (3,) * 3
 """The step that may train on a prompt, by the prompt's hash; no prompt is used by two steps."""
 
 DEMONSTRATIONS, PAIRS, PROMPTS = 32_000, 19_200, 6_000
-"""Training rows of steps 1, 2 and 3."""
+"""Numbers of training rows in steps 1, 2 and 3."""
 
 EVAL_ROWS = 512
-"""Evaluation rows of steps 1 and 2."""
+"""Number of evaluation rows in steps 1 and 2."""
 
 HELD_OUT_PROMPTS: dict[str, int] = TASK["held_out_prompts"]
-"""Number of held-out prompts by kind, for evaluation in step 3, larger with held-out facts."""
+"""Number of held-out prompts by kind, for evaluation; larger for kinds with held-out facts."""
 
 CORRECT_SHARE, POLITE_SHARE = 0.85, 0.4
 """Fractions of the demonstrations in step 1 that are correct, and that are polite."""
@@ -169,7 +169,7 @@ def step_rows(*, step: int, seed: int) -> tuple[list[TaskRow], list[TaskRow]]:
 
 @lru_cache(maxsize=6)
 def pair_rows(*, split_steps: tuple[int, ...], seed: int) -> tuple[list[TaskRow], list[TaskRow]]:
-    """Return training and evaluation pairs, as in step 2, with the prompts of these steps."""
+    """Return training and evaluation pairs, as in step 2, with the prompts of `split_steps`."""
     steps = " and ".join(map(str, split_steps))
     random, eval_random = Random(f"step {steps}, seed {seed}"), Random("step 2, evaluation")
     train = _draw_train_questions(split_steps, random)
@@ -357,7 +357,7 @@ def _request_facts(kind: str, verbs: list[str], right: str, wrong: str) -> Itera
 
 
 def write_question(fact: Fact, random: Random, *, unseen: bool = False) -> str:
-    """Write a prompt for `fact`, in a training wording with chatter or in a held-out wording."""
+    """Write a prompt for `fact` in a training wording, or if `unseen`, in a held-out wording."""
     kind = "request" if fact.kind.endswith("request") else fact.kind
     pattern = random.choice(TASK["held_out" if unseen else "trained"][kind])
     text = "".join(random.choice(alternatives) for alternatives in _split_wording(pattern))

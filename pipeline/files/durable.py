@@ -1,4 +1,4 @@
-"""Atomic writes: a file has its old or new content even after a kill or power failure."""
+"""Atomic writes: a file has its old or its new content even after a crash or power failure."""
 
 import json
 import os
@@ -81,7 +81,7 @@ def check_writable(path: Path, *, option: str) -> None:
 
     Args:
         path: path of the file, which may already exist.
-        option: name of the option that sets the path, for messages.
+        option: name of the option that sets the path, for error messages.
 
     Raises:
         ConfigError: `path` is a directory, or its parent is a file or not writable.
@@ -101,14 +101,14 @@ def write_output(texts: Mapping[Path, str], *, option: str) -> None:
     """Write files atomically: each has its old content, or none, until its new content is complete.
 
     A killed process or a power failure leaves at most `<name>.partial` files, which the next call
-    overwrites. Files are only renamed once all contents are on disk.
+    overwrites. Files are renamed only once all contents are on disk.
 
     Args:
         texts: content by file; missing directories are created.
-        option: name of the option that sets the paths, for messages.
+        option: name of the option that sets the paths, for error messages.
 
     Raises:
-        ConfigError: one of them can't be written.
+        ConfigError: one of the files can't be written.
     """
     partial_paths = {path: path.with_name(f"{path.name}.partial") for path in texts}
     path = next(iter(texts))

@@ -71,7 +71,7 @@ class RunLock:
             )
 
     def _is_current(self) -> bool:
-        """Return whether the open file still has its name."""
+        """Return whether the path still refers to the open file."""
         try:
             return os.path.samestat(os.fstat(self._file), self.path.stat())
         except FileNotFoundError:

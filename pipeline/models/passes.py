@@ -306,7 +306,7 @@ def make_stage_module(
         model: the Hugging Face model.
         stages: the processes of the pipeline.
         wrap_model: wraps a model with its head for the engine.
-        kernels: the setting for a stage without the head.
+        kernels: the `kernels` setting for a stage without the head.
         wrap_stage: wraps a stage without the head for the engine; required if its parameters would
             otherwise have different names from those of `wrap_model`.
 
@@ -453,7 +453,7 @@ class StagedScorer(Scorer):
 
 
 def get_scorer(passes: Passes, model: nn.Module) -> Scorer:
-    """Return the scorer for evaluations: the one in training, or one that runs all its stages."""
+    """Return the scorer for evaluations: the one being trained, or one that runs all its stages."""
     if isinstance(passes, StagedPasses):
         return StagedScorer(passes, model)
     assert isinstance(passes.engine.model, Scorer)

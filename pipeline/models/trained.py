@@ -66,7 +66,7 @@ def _prepare_model(
     task: Task,
     seed: int,
 ) -> nn.Module:
-    """Put a model in training mode, with rows for all tokens, adapters and recomputation."""
+    """Add token rows, adapters, quantization and gradient checkpointing; set training mode."""
     if config.lora is not None and needs_new_rows(plain, tokenizer):
         raise ConfigError(untrained_tokens_error(config))
     add_tokens(plain, tokenizer, seed=seed)
@@ -86,7 +86,7 @@ def _prepare_model(
         # Before transformers 5.23, it was called gradient_checkpointing_enable.
         enable = getattr(plain, "activation_checkpointing_enable", None)
         (enable or plain.gradient_checkpointing_enable)({"use_reentrant": False})
-    plain.config.use_cache = True  # for the exported model; training passes use_cache
+    plain.config.use_cache = True  # for the exported model; training passes use_cache=False
     return model.train()
 
 

@@ -56,7 +56,7 @@ UNSTABLE = (
     " another --format"
 )
 OMITS_TEXT = "omits part of the response, so the response is trained on as given in the row"
-OMITS_TEXT_WITH_CALLS = "omits text or reasoning next to tool calls, which is not trained on"
+OMITS_TEXT_WITH_CALLS = "omits text or reasoning next to tool calls; that part is not trained on"
 OMITS_REASONING = "does not support reasoning, which is omitted; put it into the content"
 CHANGES_EARLIER_ANSWERS = (
     "renders an answer differently when more turns follow (for example, without thinking); only the"
@@ -86,7 +86,7 @@ PROBE_CALL = (
     Message("tool", "Nine.", keys='{"name": "probefive", "tool_call_id": "probefive"}'),
 )
 MAX_RENDERED = 64
-"""Number of rendered dialogues that a chat format caches."""
+"""Maximum number of rendered dialogues that a chat format caches."""
 
 NO_TOOLS = "; remove rows with tools, or choose another --format"
 
@@ -148,7 +148,7 @@ class ChatFormat:
 
     @property
     def title(self) -> str:
-        """Name of the format in messages, or of the model if the template is the model's own."""
+        """Name of the format for error messages; it names the model if the template is its own."""
         model_name = str(self.tokenizer.name_or_path or "")
         if self.name == "tokenizer" and model_name:
             return f"the chat template of {model_name}"
@@ -163,7 +163,7 @@ class ChatFormat:
 
     @cached_property
     def begins_with_cls(self) -> bool:
-        """Whether the first token of a text represents the text, as in encoders."""
+        """Whether every text begins with a CLS token, which represents the text in encoders."""
         cls = self.tokenizer.cls_token_id
         return cls is not None and cls == self.tokenizer.bos_token_id and adds_bos(self.tokenizer)
 
@@ -213,8 +213,8 @@ class ChatFormat:
         except Exception as error:  # a template is a program and may raise anything
             reason = str(error) if isinstance(error, jinja2.TemplateError) else repr(error)
             raise DataError(
-                f"{self.title} can't render a dialogue of"
-                f" {', '.join(message.role for message in messages)} turns: {reason}; fix the"
+                f"{self.title} can't render a dialogue with the roles"
+                f" {', '.join(message.role for message in messages)}: {reason}; fix the"
                 " template, choose another --format, or remove such dialogues"
             ) from error
         return str(text)
@@ -239,8 +239,8 @@ class ChatFormat:
     def segments(self, messages: Messages, origin: str = "") -> list[Segment]:
         """Split the text of a dialogue where assistant turns begin and end.
 
-        The text ends with the generation prompt if the last turn is the user's, and with the turn's
-        end token if it is the assistant's.
+        The text ends with the end token of the last turn if it is the assistant's, and with the
+        generation prompt otherwise.
         """
         *before, last = messages
         if last.role != "assistant":
@@ -257,7 +257,7 @@ class ChatFormat:
     def _split_history(self, messages: Messages, text: str, origin: str) -> list[Segment]:
         """Split `text`, the rendered `messages` and generation prompt, at its assistant turns.
 
-        An answer that is rendered differently when last is neither split off nor trained on.
+        An answer that is rendered differently as the last turn is neither split off nor trained on.
         """
         segments: list[Segment] = []
         position = 0
@@ -284,7 +284,7 @@ class ChatFormat:
         return [*segments, Segment(text[position:], by_assistant=False)]
 
     def _split_answer(self, messages: Messages, prompt: str, turn: str) -> list[Segment]:
-        """Split the last turn where the response begins, if the prompt contains its beginning."""
+        """Split the last turn where the response begins if the prompt contains the turn's start."""
         last = messages[-1]
         if not last.prefill:
             return [Segment(turn, by_assistant=True, trained=last.trained)]
@@ -346,7 +346,7 @@ class ChatFormat:
         return ""
 
     def _keeps_turn(self, message: Message, rendered: str, origin: str) -> bool:
-        """Return whether a rendered turn has the message's text or, without it, its tool calls."""
+        """Return whether a rendered turn contains the message's text or at least its tool calls."""
         names = [call["function"]["name"] for call in message.calls]
         if any(rendered.count(name) < names.count(name) for name in names):
             raise DataError(f"{self.title} omits tool calls of a turn{NO_TOOLS}")
@@ -383,7 +383,7 @@ class ChatFormat:
         return text[min(num_newlines, len(space)) :]  # without the line breaks of the prompt
 
     def _cut_at_end_token(self, rendered: str, message: Message) -> str:
-        """Cut a last turn after its end-of-turn token, which is added if the template has none."""
+        """Cut the last turn after its end token, which is appended if the template has none."""
         if message.calls:
             end = rendered.rfind(self._end_of_call)
             return (rendered[:end] if end >= 0 else rendered.rstrip()) + self._end_of_call
@@ -408,10 +408,10 @@ class ChatFormat:
             messages: the dialogue. It ends in a user turn, or in the beginning of an assistant
                 turn.
             generation_prompt: whether to append the beginning of the assistant's turn.
-            origin: the row's origin, for messages.
+            origin: the row's origin, for error messages.
 
         Raises:
-            DataError: the template can't render the dialogue.
+            DataError: the dialogue is empty, or the template can't render it as requested.
         """
         if not messages:
             raise DataError("a prompt must have at least one turn")
@@ -446,7 +446,7 @@ class ChatFormat:
 
         The mask covers the texts of all assistant turns and their end tokens, or with "all" every
         token, but in both cases neither the first token nor turns that are not `trained`. If the
-        prompt ends with an assistant turn, the response continues it. `origin` is for messages.
+        prompt ends with an assistant turn, the response continues it. Errors name `origin`.
 
         Raises:
             DataError: the template can't render the dialogue; or, with `origin`, the response has
@@ -621,7 +621,7 @@ def _add_origin_to_errors(origin: str) -> Iterator[None]:
 
 
 class _CallForm(NamedTuple):
-    """Form in which a template reads tool calls."""
+    """Form in which a template expects tool calls."""
 
     tools: list[Any] | None
     """Tools of the probe, if calls are rendered only in a dialogue with tools."""
@@ -633,7 +633,7 @@ class _CallForm(NamedTuple):
     """Whether arguments are JSON text."""
 
     def turn(self, message: Message) -> dict[str, Any]:
-        """Return the turn in the form that the template reads."""
+        """Return the turn in the form that the template expects."""
         turn = message.turn
         for call in turn.get("tool_calls", []) if self.json_arguments else []:
             function = call["function"]
@@ -670,7 +670,7 @@ def _is_valid_block(turn: str, *, is_open: bool) -> bool:
 
 
 def _has_message_text(message: Message, rendered: str) -> bool:
-    """Return whether a rendered turn has the text of a message, ignoring whitespace."""
+    """Return whether a rendered turn contains the text of a message, ignoring whitespace."""
     thinking, _, answer = message.content.rpartition(END_THINK)
     parts = (message.reasoning, thinking.strip().removeprefix(THINK), answer)
     return all(_contains(rendered, part) for part in parts)

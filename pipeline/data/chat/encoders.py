@@ -24,7 +24,7 @@ def beginning_encoder(tokenizer: "PreTrainedTokenizerBase") -> Encoder:
 
 
 def continuation_encoder(tokenizer: "PreTrainedTokenizerBase") -> Encoder:
-    """Return an encoder for text that follows other text: `tokenizer`'s, without a dummy prefix.
+    """Return an encoder for text that follows other text, without the tokenizer's dummy prefix.
 
     The encoder may be a copy, which lacks tokens that are added to `tokenizer` later.
     """

@@ -159,8 +159,8 @@ def resolve_format(
     text = "".join(part.text for part in chat_format.segments((*PROBE_PROMPT, PROBE_RESPONSE)))
     if not all(turn.content in text for turn in (*PROBE_PROMPT, PROBE_RESPONSE)):
         raise DataError(
-            f"{chat_format.title} omits the text of turns, perhaps because it expects content in"
-            " parts (images and text); choose another --format"
+            f"{chat_format.title} omits the text of some turns, perhaps because it expects content"
+            " in parts (images and text); choose another --format"
         )
     return chat_format
 
@@ -195,7 +195,7 @@ def _load_template(tokenizer: "PreTrainedTokenizerBase", name: str) -> str:
 
 
 def _has_system_slot(chat_format: ChatFormat) -> bool:
-    """Return whether the template keeps a system message and the dialogue can be split."""
+    """Return whether a dialogue with a system message can be split and keeps that message."""
     dialogue = (_PROBE_SYSTEM, *PROBE_PROMPT, PROBE_RESPONSE)
     with suppress(DataError):
         return any(_PROBE_SYSTEM.content in part.text for part in chat_format.segments(dialogue))

@@ -51,7 +51,7 @@ EMPTY_RESPONSE = "with an empty response"
 
 
 class SkipRow(Exception):  # noqa: N818 - not an error: the row is skipped and counted
-    """Raised if a row has nothing to train on; the message completes "rows ..."."""
+    """Raised if a row is to be skipped and counted; the message completes "rows ..."."""
 
 
 # The format of hh-rlhf: "\n\nHuman: ...\n\nAssistant: ...".
@@ -161,7 +161,7 @@ def read_text(row: Row, name: str) -> str:
 
 
 def _turn_items(row: Row, name: str) -> list[Any] | None:
-    """Return the turns in a column, a list or one turn, possibly as text; None for other values."""
+    """Return the turns in a column (a list or one turn, also as text); None for other values."""
     value = row.columns[name]
     if isinstance(value, dict):
         return [value] if not {"role", "from"}.isdisjoint(value) else None
@@ -190,7 +190,7 @@ def read_turns(row: Row, name: str) -> Turns:
     """Return the turns in a column of {"role", "content"} or ShareGPT's {"from", "value"} objects.
 
     Raises:
-        SkipRow: only some of several adjacent assistant turns are trained.
+        SkipRow: only some of several adjacent assistant turns are trained on.
         DataError: the column holds something else.
     """
     items = _turn_items(row, name)
@@ -203,7 +203,7 @@ def read_turns(row: Row, name: str) -> Turns:
         raise DataError(f"{row.origin}: {name} is a list of texts; write one row for each of them")
     joined = join_turns([_parse_turn(row, name, turn) for turn in items])
     if any(first.role == second.role != "tool" for first, second in pairwise(joined)):
-        raise SkipRow("with adjacent assistant turns of different weight")
+        raise SkipRow("with adjacent assistant turns of different weights")
     return joined
 
 

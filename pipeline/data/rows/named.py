@@ -1,8 +1,8 @@
 """The data sets that DeepSpeed-Chat supports by name, with one short function per schema.
 
-The sixteenth, `local/jsonfile`, is for the user's own files: `sources` finds them, and their
-columns determine the shape. A set with train and test splits keeps them; otherwise evaluation rows
-are held out.
+One more, `local/jsonfile`, is for the user's own files: `sources` finds them, and their columns
+determine the shape. A set with train and test splits keeps them; otherwise evaluation rows are held
+out.
 """
 
 import re
@@ -47,7 +47,7 @@ class NamedSet:
 
 
 def named_set(name: str) -> NamedSet | None:
-    """Return the set with this name, or with the name at the end of this path; or None."""
+    """Return the set with this name, or with the name that ends this path; None if unknown."""
     parts = name.replace("\\", "/").rstrip("/").split("/")
     return NAMED.get("/".join(parts[-2:])) or NAMED.get(parts[-1])
 

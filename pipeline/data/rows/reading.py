@@ -91,7 +91,7 @@ def _convert(
     skipped = {reason: count for reason, count in stats.skipped.most_common() if count}
     notes += [f"dropped {format_rows(count)} {reason}" for reason, count in skipped.items()]
     notes += [
-        f"{format_rows(count)} {reason}: not demonstrations; their prompts are used in step 3"
+        f"{format_rows(count)} {reason}: not used as demonstrations; step 3 uses the prompts"
         for reason, count in stats.prompt_only.items()
     ]
     notes += [
@@ -100,7 +100,7 @@ def _convert(
     ]
     if not train:
         raise DataError(
-            f"data path {source.name}: none of its {format_rows(len(source.train))} is usable:"
+            f"data path {source.name}: no row ({len(source.train)} read) is usable:"
             f" rows {' and rows '.join(skipped) or 'that later ones revoked'}"
         )
     return train, held_out, notes

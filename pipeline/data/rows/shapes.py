@@ -42,7 +42,7 @@ from pipeline.system.errors import DataError
 
 @dataclass
 class ReadStats:
-    """Counts of rows by their use, and their columns."""
+    """Counts of rows by use, and the columns of the rows."""
 
     skipped: Counter[str] = field(default_factory=Counter)
     """Skipped rows by reason."""
@@ -51,7 +51,7 @@ class ReadStats:
     """Rows that are used for their prompt only, by reason."""
 
     remarks: dict[str, list[str]] = field(default_factory=dict)
-    """Origins of modified rows, by the modification."""
+    """Origins of modified rows, by modification."""
 
     columns: set[str] = field(default_factory=set)
     """All columns of the rows, and unused keys in them."""
@@ -207,7 +207,7 @@ def _read_rating(row: Row) -> Example:
         texts = [answer["text"].strip() for answer in answers]
     except (TypeError, KeyError, AttributeError):
         raise DataError(
-            f"{row.origin}: answers must be a list of objects, each with a text"
+            f'{row.origin}: answers must be a list of objects, each with a "text" field'
         ) from None
     if not all(texts):
         raise SkipRow(EMPTY_RESPONSE)
@@ -227,8 +227,8 @@ def _read_rating(row: Row) -> Example:
             return Example(prompt, responses[choice], responses[1 - choice], margin=margin)
         case kind, count, _:
             raise DataError(
-                f"{row.origin}: a rating of kind {kind!r} can't have {count} answers and choice"
-                f" {choice!r}"
+                f"{row.origin}: a rating of kind {kind!r} can't have choice {choice!r} and"
+                f" {count} answer{'s' if count != 1 else ''}"
             )
 
 
@@ -292,7 +292,7 @@ def read_row(
     *,
     kept: RowColumns | None = None,
 ) -> Example | None:
-    """Return the example in `row`; None if it has nothing to train on, such as an empty dialogue.
+    """Return the example in `row`; None if the row is skipped, such as one without an answer.
 
     Args:
         row: the columns and their origin.
@@ -365,7 +365,7 @@ def _read_margin(row: Row) -> float | None:
 
 
 _UNCLEAR_LABELS = "0", "1", "-1", "good", "bad", "desirable", "undesirable", "chosen", "rejected"
-"""Labels that may mean the quality of a response, or a class."""
+"""Labels that could denote either the quality of a response or a class."""
 
 
 def _read_quality(row: Row) -> bool | None:
@@ -375,8 +375,8 @@ def _read_quality(row: Row) -> bool | None:
     is_known = word in ("true", "false")
     if word.removesuffix(".0") in _UNCLEAR_LABELS or (name == "kto_tag" and not is_known):
         raise DataError(
-            f"{row.origin}: {name} is {word}; with a response it must be true (good) or false"
-            " (bad); rename the column if it has another meaning"
+            f"{row.origin}: {name} is {word}; in a row with a response, it must be true (good) or"
+            " false (bad); rename the column if it has another meaning"
         )
     return {"true": True, "false": False}.get(word)
 
@@ -387,7 +387,7 @@ def _describe_unknown_shape(row: Row, columns: Mapping[str, Any]) -> str:
     for name, value in columns.items():
         item = value[0] if isinstance(value, list) and value else None
         if isinstance(item, dict) and any(item.keys() >= {*shape.required} for shape in SHAPES):
-            return f"{row.origin} is not a row, but {name} is a list of rows; save only this list"
+            return f"{row.origin} is not a row, but its {name} is a list of rows; save only that"
     known = ", ".join(" + ".join(shape.required) for shape in SHAPES)
     return (
         f"{row.origin}: no known row format has the columns {join_names(columns)}; the known"
@@ -399,7 +399,7 @@ def _describe_unknown_shape(row: Row, columns: Mapping[str, Any]) -> str:
 def check_columns(
     rows: Sequence[Mapping[str, Any]], fields: Mapping[str, str], kept: RowColumns | None = None
 ) -> list[str]:
-    """Check that some row has each of the required columns; return notes on those that some lack.
+    """Check that every required column is in some row; return notes on those not in all rows.
 
     Raises:
         DataError: no shape reads a name in `fields`, or no row has a required column.
@@ -424,7 +424,7 @@ def check_columns(
             )
         if num_missing:
             notes.append(
-                f"{num_missing} of {len(rows)} rows have no {name}, which a reward or environment"
-                " reads"
+                f"the column {name}, which a reward or environment reads, is missing in"
+                f" {num_missing} of {len(rows)} rows"
             )
     return notes

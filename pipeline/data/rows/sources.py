@@ -2,8 +2,8 @@
 
 A row is a dictionary of columns and its origin. `shapes` and `named` interpret the columns.
 
-Sets for several steps name their splits as UltraFeedback does: train_sft, train_prefs, train_gen,
-and test_sft, test_prefs, test_gen.
+Data sets for several steps name their splits as UltraFeedback does: train_sft, train_prefs,
+train_gen, and test_sft, test_prefs, test_gen.
 """
 
 import csv
@@ -29,7 +29,7 @@ METADATA = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "sta
 """Metadata files of `datasets` and LLaMA-Factory, which contain no rows."""
 
 LOCAL_JSONFILE = (Path("data/train.json"), Path("data/eval.json"))
-"""Training and evaluation rows of `local/jsonfile`, DeepSpeed-Chat's name."""
+"""Files with the training and evaluation rows of `local/jsonfile`, DeepSpeed-Chat's name."""
 
 _SPLIT = re.compile(r"(?P<name>.+)@(?P<split>\w[\w.-]*)")
 _SPACE = re.compile(r"[\s\ufeff]*")
@@ -58,12 +58,12 @@ _HUB_ALIASES = {
 
 @dataclass(frozen=True)
 class Row:
-    """One row as read."""
+    """One row as it was read."""
 
     columns: Mapping[str, Any]
 
     origin: str
-    """Origin of the row in messages: `rows.jsonl line 17`."""
+    """Origin of the row, for error messages: `rows.jsonl line 17`."""
 
     unused: set[str] = field(default_factory=set, compare=False)
     """Keys inside columns that are not read, such as `messages[].id`."""
@@ -198,8 +198,7 @@ def _read_file(path: Path) -> list[Row]:
         rows = list(_read_json(path))
     else:
         raise DataError(
-            f"data path {path}: {path.suffix or 'a file without a suffix'} can't be read; use one"
-            f" of {', '.join(SUFFIXES)}"
+            f"data path {path}: the file name must end with one of {', '.join(SUFFIXES)}"
         )
     if not rows:
         raise DataError(f"{path} has no rows")
@@ -213,7 +212,7 @@ def _read_parquet(path: Path) -> list[Row]:
     try:
         records = parquet.read_table(path).to_pylist()
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{path} is not a readable parquet file: {one_line(error)}") from error
+        raise DataError(f"{path} is not a readable Parquet file: {one_line(error)}") from error
     return [Row(row, f"{path} row {number}") for number, row in enumerate(records, start=1)]
 
 
@@ -315,16 +314,15 @@ def _load_hub_splits(name: str) -> dict[str, Iterator[Row]]:
     repository, config = "/".join(parts[:2]), "/".join(parts[2:]) or None
     cache = Path(HF_DATASETS_CACHE, repository.replace("/", "___"))
     if not cache.is_dir():
-        message = f"data path {name} is neither a file or directory here nor in the Hub's cache"
+        message = f"data path {name} is neither a local file or directory nor in the Hub's cache"
         require_reachable(message, DataError, alternative="a local file")
     try:  # without a split, this loads all of them
         splits = cast("datasets.DatasetDict", datasets.load_dataset(repository, config))
     # The loader runs many readers, which raise different exceptions.
     except Exception as error:
         raise DataError(
-            f"data path {name} is neither a file or directory here nor a readable data set on the"
-            f" Hub ({one_line(error)}); check the name and the connection, or use a local"
-            " file"
+            f"data path {name} is neither a local file or directory nor a readable data set on the"
+            f" Hub ({one_line(error)}); check the name and the connection, or use a local file"
         ) from error
 
     def read_split(split: str) -> Iterator[Row]:
@@ -344,7 +342,7 @@ def choose_splits(
     split, all test splits are read if there is a single training split, and none otherwise.
 
     Raises:
-        DataError: there is no training split, or there are several and none is named for the step.
+        DataError: `requested` or a training split is missing, or none of several is for the step.
     """
     all_train = [split for split in splits if split.startswith(TRAIN)]
     train = [requested] if requested else all_train or (list(splits) if len(splits) == 1 else [])
@@ -376,8 +374,8 @@ def choose_splits(
 def _read_csv(path: Path) -> Iterator[Row]:
     """Read the rows of a CSV file.
 
-    Cells are separated by tabs in a .tsv, otherwise by commas, or, if the first line has none, by
-    semicolons or tabs. They may be quoted as in RFC 4180. Empty cells and NaN are None.
+    Cells are separated by tabs in a .tsv file, otherwise by commas or, if the first line has none,
+    by semicolons or tabs. They may be quoted as in RFC 4180. Empty cells and NaN are read as None.
     """
     text = _read_text(path)
     first = text.lstrip().partition("\n")[0]
@@ -400,7 +398,7 @@ def _read_csv(path: Path) -> Iterator[Row]:
                 continue
             if len(cells) != len(header):
                 raise DataError(
-                    f"{origin} has {len(cells)} cells, but the header has {len(header)} columns;"
+                    f"{origin}: the header has {len(header)} columns, but the row has {len(cells)};"
                     " quote text that contains separators or line breaks"
                 )
             values = (None if cell.strip() in ("", "NaN", "nan") else cell for cell in cells)

@@ -38,7 +38,7 @@ NEEDS: Mapping[RowUse, str] = {
     "pairs": "a chosen and a rejected response",
     "labels": "a chosen and a rejected response, a label, or labeled steps",
     "prompts": "a prompt",
-    "responses": "a response, chosen, rejected or with a label",
+    "responses": "a chosen, rejected or labeled response",
 }
 """Data that a row needs for each use, as phrased in messages."""
 
@@ -144,7 +144,7 @@ def embedded_examples(
     Args:
         step: number of the step.
         seed: seed of the run.
-        split_steps: steps whose prompts are used; the rows are then pairs.
+        split_steps: if given, the rows are pairs with the prompts of these steps.
     """
     from pipeline.demo.task import pair_rows, step_rows
 
@@ -181,7 +181,7 @@ def check_embedded(config: DataConfig, kept: RowColumns) -> None:
     """
     if config.path != (EMBEDDED,) or config.eval_path:
         raise DataError(
-            f"data path {EMBEDDED} is the built-in task and can't be mixed with other data; use"
+            f"data path {EMBEDDED} is the embedded task and can't be mixed with other data; use"
             " either it or your own paths"
         )
     check_columns([{"answer": ""}], {}, kept)
@@ -212,7 +212,7 @@ def _load_embedded(
 
 @dataclass
 class _RowSelector:
-    """Selection of the rows of one step."""
+    """Selects the rows of one step."""
 
     config: DataConfig
     step: int
@@ -295,7 +295,7 @@ class _RowSelector:
         train = self._drop_prompts(
             [row for row in train if id(row) not in held_out_ids],
             unique_hashes(row.prompt_hash for row in held_out),
-            "whose prompt is in the evaluation rows",
+            "whose prompt is also in the evaluation rows",
             "pass another --eval-path",
         )
         held_out = self._drop_prompts(
@@ -317,10 +317,11 @@ class _RowSelector:
         self, rows: Sequence[Example], prompts: Hashes, reason: str, fix: str
     ) -> list[Example]:
         is_dropped = isin([row.prompt_hash for row in rows], prompts)
+        note = f"dropped {format_rows(sum(is_dropped))} {reason}"
         if any(is_dropped):
-            self.notes.append(f"dropped {format_rows(sum(is_dropped))} {reason}")
+            self.notes.append(note)
         if rows and all(is_dropped):
-            raise DataError(f"nothing remains without the {format_rows(len(rows))} {reason}; {fix}")
+            raise DataError(f"{note}, so nothing remains; {fix}")
         return [row for row, dropped in zip(rows, is_dropped, strict=True) if not dropped]
 
     def select_train_rows(self, rows: Sequence[Example]) -> list[Example]:
@@ -333,9 +334,9 @@ class _RowSelector:
         usable = [row for row in rows if is_usable(row, self.share.use)]
         if not usable:
             raise DataError(
-                f"no row has what step {step} needs, {needs} (the first is {rows[0].origin}); use"
-                " other data, map its columns with --fields, or use --step to run only steps other"
-                f" than {step}"
+                f"no row has what step {step} needs, {needs} (the first row is {rows[0].origin});"
+                " use other data, map its columns with --fields, or use --step to run only steps"
+                f" other than {step}"
             )
         if num_others := len(rows) - len(usable):
             tie = ", or with a tie," if any(row.tie for row in rows) else ""
@@ -352,8 +353,8 @@ class _RowSelector:
         split = ",".join(f"{share:g}" for share in config.split)
         if not selected:
             raise DataError(
-                f"--data-split {split} leaves step {step} without rows: {len(usable)} of"
-                f" {format_rows(len(rows))} are usable in it; add rows or raise the step's share"
+                f"--data-split {split} leaves step {step} without rows, although it could use"
+                f" {len(usable)} of {format_rows(len(rows))}; add rows or raise the step's share"
             )
         selected = self.shuffle_by_hash(selected, "order")
         selected = _unique_prompts(selected) if self.share.use == "prompts" else selected
@@ -371,8 +372,8 @@ class _RowSelector:
         usable = [row for row in held_out if is_usable(row, use)]
         if not usable:
             raise DataError(
-                f"none of the {format_rows(len(held_out))} for evaluation has what step {self.step}"
-                f" needs, {NEEDS[use]}; pass --eval-path with such rows"
+                f"no evaluation row ({len(held_out)} read) has what step {self.step} needs,"
+                f" {NEEDS[use]}; pass --eval-path with such rows"
             )
         usable = self.shuffle_by_hash(usable, "evaluation order")
         usable = _unique_prompts(usable) if use == "prompts" else usable
@@ -415,8 +416,8 @@ def _load_user_rows(
     record = _make_record(selected, held_out)
     if num_repeated := sum(isin(record.trained.tolist(), earlier.trained)):
         notes.append(
-            f"{num_repeated} of its {len(record.trained)} prompts were also trained on by an"
-            " earlier step; use the same paths, data.seed and split in all steps to avoid this"
+            f"an earlier step also trained on {num_repeated} of the {len(record.trained)} prompts;"
+            " to avoid this, use the same paths, data.seed and split in all steps"
         )
     train, held_out = (_split_responses(rows, row_share.use) for rows in (selected, evaluated))
     return StepData(train, held_out, notes, earlier | record, prompts)
@@ -471,7 +472,7 @@ def draw_held_out(prompts: Collection[int], *, fraction: float, seed: int) -> se
 def assign_step(
     prompt: int, steps: Iterable[int], *, split: Sequence[float], seed: int
 ) -> int | None:
-    """Return which of `steps` gets the prompt, in proportion to `split`; None if all are 0.
+    """Return which of `steps` gets the prompt, in proportion to `split`; None if all shares are 0.
 
     Weighted rendezvous hashing (Schindelhauer & Schomaker 2005): each step draws an exponential
     variate whose rate is its share, and the smallest wins. If a step is removed from `steps` or its

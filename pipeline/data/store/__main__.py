@@ -74,7 +74,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def pack(options: argparse.Namespace) -> None:
-    """Tokenize .jsonl (also .gz) and .txt files into a token file."""
+    """Tokenize .jsonl, .jsonl.gz and .txt files into a token file."""
     require(options.workers >= 1, f"--workers must be at least 1, got {options.workers}")
 
     from pipeline.config import FrozenModelConfig
@@ -128,7 +128,7 @@ def _show_document(file: TokenFile, document: int, name: str | None) -> None:
 
     tokenizer = load_tokenizer(FrozenModelConfig(path=name))
     if file.origin and read_vocabulary(tokenizer, name).hash != file.origin.tokenizer_hash:
-        raise DataError(f"{file.path} was not packed with the tokenizer {name}; pass the right one")
+        raise DataError(f"{file.path} was not packed with {name}; pass its own --tokenizer")
     ids = file.tokens(document).tolist()
     text = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
     print_output(f"document {document}, {len(ids):,} tokens\n{text}\n{' '.join(map(str, ids))}")

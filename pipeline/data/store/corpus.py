@@ -1,8 +1,8 @@
 """The files of a corpus, and the documents that are held out.
 
-A document is held out by a hash of its tokens and `data.seed`, regardless of the other documents,
-their order and the file: either all copies of a document are held out or none are, and enlarging
-the corpus moves no document.
+Whether a document is held out depends only on a hash of its first tokens and on `data.seed`, so
+either all copies of a document are held out or none are, and enlarging the corpus moves no
+document.
 """
 
 import hashlib

@@ -54,7 +54,7 @@ MAX_LOGGED_BAD_ROWS = 100
 
 @dataclass(frozen=True)
 class Piece:
-    """Lines of a .jsonl file that start between two offsets, or another file as a whole."""
+    """Lines of a .jsonl file that start between two offsets, or a whole file of another type."""
 
     source: Path
     start: int

@@ -85,7 +85,7 @@ class Origin:
     """Name or directory of the tokenizer."""
 
     tokenizer_hash: str
-    """SHA-256 of the tokenizer's definition, in hexadecimal."""
+    """SHA-256 of the tokenizer's definition and eos, in hexadecimal."""
 
     bad_rows: int = 0
     """Number of bad rows that were skipped."""
@@ -167,7 +167,7 @@ class TokenFile:
         return self.slice(*self.span(document))
 
     def slice(self, start: int, end: int) -> NDArray[Any]:
-        """Return tokens `start` to `end` of the concatenated documents as a read-only view."""
+        """Return tokens [`start`, `end`) of the concatenated documents as a read-only view."""
         return self.ids[start:end]
 
     def document_at(self, token: int) -> int:

@@ -73,10 +73,10 @@ def add_lora(model: PreTrainedModel, config: LoraConfig, *, task: Task, seed: in
 
 
 def merge_adapter(weight: Float[Tensor, "*S"], adapter: LoraLayer) -> Float[Tensor, "*S"]:
-    """Return W + s B @ A (Hu et al. 2021, section 4.1) in fp32, as a new tensor.
+    """Return W + s B @ A as a new tensor, where s is the LoRA scale (Hu et al. 2021, section 4.1).
 
-    The sum is in fp32 for any dtype of `weight`, so that the caller rounds only once, into a copy;
-    the base never changes.
+    The sum is in fp32 for any dtype of `weight`, so that the caller rounds only once; the base
+    weight never changes.
     """
     delta: Tensor = adapter.get_delta_weight("default")  # pyrefly: ignore[missing-attribute]
     return weight.float() + delta.float()

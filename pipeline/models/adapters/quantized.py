@@ -1,9 +1,9 @@
 """Frozen linear layers whose weights are stored in 4 or 8 bits (Dettmers et al. 2023, QLoRA).
 
 Weights are stored in blocks of 64 values, each block with a scale. NF4 follows section 3 and
-appendix E: the 16 codes are quantiles of a normal distribution, and a weight is its code times the
-largest magnitude of its block. int8 has 255 equal steps instead. A flattened weight is split into
-blocks in order; the last one is padded with zeros. Scales are stored in fp32.
+appendix E: the 16 levels are quantiles of a normal distribution, and a weight is its level times
+the largest magnitude of its block. int8 has 255 equally spaced levels instead. A flattened weight
+is split into blocks in order; the last one is padded with zeros. Scales are stored in fp32.
 
 The vectors of codes and scales are the layer's parameters: they are frozen, and the engine lays
 them out, shards, offloads and saves them like any frozen weight. The forward pass dequantizes the
@@ -154,7 +154,7 @@ class QuantizedLinear(nn.Module):
         self.scheme, self.shape, self.dtype = scheme, weight.shape, weight.dtype
         self.transposed = isinstance(layer, Conv1D)
         self.part: ParamShard | None = None
-        """The part of the weight that this process has, under tensor parallelism."""
+        """This process's part of the weight under tensor parallelism; None without it."""
         packed = quantize(weight.detach().to(device or weight.device), scheme)
         for name, vector in packed.items():
             self.register_parameter(name, nn.Parameter(vector, requires_grad=False))

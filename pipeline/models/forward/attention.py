@@ -9,7 +9,8 @@ own layouts, which read a cache. Without the keyword, the scaled-dot-product att
 On a GPU in 16-bit precision, `Ragged` uses `torch.nn.attention.varlen`: FlashAttention over packed
 sequences (Dao 2023). If that kernel can't run, attention is computed sequence by sequence.
 
-Dimension names: N tokens of all sequences, H query heads, G key/value heads, D and E head sizes.
+Dimension names: N tokens of all sequences, M keys, H query heads, G key/value heads, D and E head
+sizes.
 """
 
 import functools
@@ -220,7 +221,7 @@ MAX_PADDING = 1.3
 
 @runtime_checkable
 class Layout(Protocol):
-    """Order of the tokens of a forward pass, and the keys each one attends to."""
+    """Order of the tokens of a forward pass, and the keys that each one attends to."""
 
     def attend(
         self,
@@ -360,7 +361,7 @@ def attend_causally(
     sliding_window: int | None,
     dropout: float = 0.0,
 ) -> Float[Tensor, "1 H T E"]:
-    """Compute attention of the last T of a sequence's M tokens to all tokens up to each of them."""
+    """Compute attention of the last T of a sequence's M tokens to themselves and earlier tokens."""
     disable_cudnn_attention(query)
     shared_by = query.shape[1] // key.shape[1]
     if shared_by > 1 and query.is_cuda:  # not all CUDA kernels support grouped queries

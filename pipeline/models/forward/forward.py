@@ -77,9 +77,9 @@ class Policy(nn.Module):
     ) -> TokenLogprobs | tuple[Tensor, ...]:
         """Return the log-probabilities of `batch.targets`; `temperature` divides the logits.
 
-        Set `entropy_grad` if the loss includes the requested entropy. Set `uniform` if it weights
-        all log-probabilities equally, which allows a faster computation. With `fn`, the result is
-        `fn(hidden states, weight, bias)`, with the output layer's parameters, or `fn(logits)`.
+        Set `entropy_grad` if the loss includes the requested entropy, and `uniform` if it weights
+        all log-probabilities equally, which is faster. With `fn`, the result is `fn(hidden states,
+        weight, bias)` if logits can be computed in tiles and are unsharded, else `fn(logits)`.
         """
         require_context(base_model(self.model), batch)
         targets = batch.input_ids[batch.targets]

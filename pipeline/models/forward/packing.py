@@ -116,7 +116,7 @@ def small_settings(settings: PreTrainedConfig, *, heads: int = HEADS) -> PreTrai
 
 
 def small_copy(model_class: type[PreTrainedModel], settings: PreTrainedConfig) -> PreTrainedModel:
-    """Build a model of this class and settings, on the CPU in fp32, with large random weights.
+    """Build a model of this class with these settings: fp32, on the CPU, large random weights.
 
     The weights are the same in each call. With the usual initialization, attention would be nearly
     uniform, and outputs would hardly depend on what a token attends to.
@@ -221,7 +221,7 @@ class Batching:
 
 
 def detect_batching(model: PreTrainedModel) -> Batching:
-    """Choose packing if its results are equal, else padding; log a reason that only a trial finds.
+    """Choose packing if its results are equal, else padding; log the reason if a trial found it.
 
     The model's weights are not used, so it may be on the meta device.
     """
@@ -335,7 +335,7 @@ def measure_leak(model: PreTrainedModel) -> float:
 
 @torch.no_grad()
 def packing_difference(model: PreTrainedModel) -> float:
-    """Return the largest log-probability difference, in nats, of packed and separate sequences.
+    """Return the largest log-probability difference between packed and separate sequences, in nats.
 
     The model is left with ragged attention.
 

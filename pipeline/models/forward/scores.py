@@ -18,7 +18,7 @@ from pipeline.system.errors import ModelError
 def expected_value(
     logits: Float[Tensor, "N C"], classifier: PreTrainedModel
 ) -> Float[Tensor, " N"]:
-    """Return the only output, or sum_k u_k p_k over several labels with values u in config.json.
+    """Return the only output, or the expected value over several labels, valued as in config.json.
 
     Raises:
         ModelError: there are several labels without values.

@@ -91,13 +91,13 @@ def require_same_chat(
         tokens = vocab.keys() | other_vocab
         num_differing = sum(vocab.get(token) != other_vocab.get(token) for token in tokens)
         raise ModelError(
-            f"{model} and {path} have different tokenizers ({num_differing} tokens differ); start"
-            " both from models of the same family"
+            f"{model} and {path} have different tokenizers (differing tokens: {num_differing});"
+            " start both from models of the same family"
         )
     if other.chat_template is not None and other.chat_template != tokenizer.chat_template:
         raise ModelError(
-            f"{model} would read dialogues in a different chat format from {path}'s training; set"
-            " the same data.format (--format) for all steps"
+            f"{model} would read dialogues in a chat format other than the one that {path} was"
+            " trained with; set the same data.format (--format) for all steps"
         )
 
 
@@ -127,7 +127,7 @@ def check_ready(path: str, examples: Iterable[Example] = (), *, reward_model: bo
         if limit is not None and num_tokens >= limit:
             raise DataError(
                 f"{example.origin}: the prompt has {num_tokens} tokens, but the context of the"
-                f" model {path} is {limit}, including the response"
+                f" model {path} is {limit}, including the response; shorten the prompt"
             )
 
 

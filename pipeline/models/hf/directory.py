@@ -76,7 +76,7 @@ def is_sequence_classifier(architectures: Iterable[str] | None) -> bool:
 
 
 def require_language_model(path: str | Path, architectures: Iterable[str] | None) -> None:
-    """Reject a classifier, such as a reward model or a critic, as a language model.
+    """Reject a classifier, such as a reward model, where a language model is required.
 
     With tied embeddings a classifier has all of a language model's weights: it would load and
     generate nonsense.

@@ -108,7 +108,7 @@ def load_tokenizer(config: FrozenModelConfig) -> PreTrainedTokenizerBase:
 def load_causal_lm(
     config: FrozenModelConfig, *, device: torch.device, seed: int = 0, defer: bool = False
 ) -> PreTrainedModel:
-    """Load a causal language model in evaluation mode, without dropout; quantize it only if frozen.
+    """Load a causal language model in evaluation mode, without dropout; if frozen, quantize it.
 
     With `defer` the weights stay on the CPU, for an engine that keeps a shard of them; they are
     memory-mapped if the files have the same data type.
@@ -139,7 +139,7 @@ def load_classifier(
     defer: bool = False,
     num_labels: int | None = None,
 ) -> PreTrainedModel:
-    """Load a sequence classifier in evaluation mode, without dropout; quantize it only if frozen.
+    """Load a sequence classifier in evaluation mode, without dropout; if frozen, quantize it.
 
     A head that the directory lacks, or has for a different number of labels, is drawn from N(0, 1 /
     (d + 1)), where d is the hidden size (Stiennon et al. 2020, appendix B). `defer` is the same as
@@ -310,7 +310,7 @@ def _load_weights(
 def _prepare(
     model: PreTrainedModel, config: FrozenModelConfig, device: torch.device, *, defer: bool
 ) -> PreTrainedModel:
-    """Prepare a loaded model: packing if it is exact, quantization, device, evaluation mode."""
+    """Enable packing if it is exact, quantize, move to the device, and set evaluation mode."""
     if detect_batching(model).packed:
         model.set_attn_implementation(RAGGED)
     require_finite(model, model_path(config), current_mesh().world if defer else SELF_GROUP)
@@ -336,7 +336,7 @@ def require_finite(model: nn.Module, path: str, processes: Group = SELF_GROUP) -
     local = [name for name, param in named if not _is_finite(param)]
     broken = [name for names in processes.gather_objects(local) for name in names]
     if broken:
-        others = f" and {len(broken) - 1} more weights contain" if len(broken) > 1 else " contains"
+        others = f" and {len(broken) - 1} more contain" if len(broken) > 1 else " contains"
         hint = "; if its values are too large for fp16, set precision bf16 or fp32"
         is_fp16 = next(model.parameters()).dtype == torch.float16
         raise ModelError(

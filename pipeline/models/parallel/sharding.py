@@ -140,7 +140,7 @@ class TensorShards:
         for name, _ in self.model.named_parameters():
             style = match(self.plan.styles, name)
             if style is not None and not style.startswith(REPLICATED):
-                raise self.unsupported(f"{name} would be sharded as {style}")
+                raise self.unsupported(f"sharding {name} as {style} is not supported")
         for name, module in self.model.named_modules():
             style = match(self.plan.styles, name)
             if style is None or style.startswith(REPLICATED):
@@ -149,7 +149,7 @@ class TensorShards:
                 continue
             layer = unwrap_lora(module)
             if not isinstance(layer, LinearLayer) or style not in STYLES:
-                raise self.unsupported(f"{name} would be sharded as {style}")
+                raise self.unsupported(f"sharding {name} as {style} is not supported")
             if style == "colwise_gather_output":
                 # Not sharded if tied to the embedding table, which every process has.
                 is_table = head is not None and layer is head and head.weight is table.weight
@@ -167,13 +167,13 @@ class TensorShards:
         require(
             self.num_heads % size == 0,
             f"{self.label} doesn't divide the {self.num_heads} attention heads of"
-            f" {self.family}; choose one that does",
+            f" {self.family}; choose a value that does",
         )
         packed = any(name.endswith(PACKED_MODULES) for name in self.styles)
         require(
             self.kv_heads % size == 0 or (size % self.kv_heads == 0 and not packed),
-            f"{self.label} doesn't divide the {self.kv_heads} key/value heads of"
-            f" {self.family}; choose one that does",
+            f"{self.label} doesn't divide the number of key/value heads of {self.family},"
+            f" {self.kv_heads}; choose a value that does",
         )
 
     def unsupported(self, reason: str) -> ConfigError:
@@ -225,7 +225,7 @@ class TensorShards:
         """Return a process's equal share of the `total` elements that start at `first`."""
         require(
             total % self.size == 0,
-            f"{self.label} doesn't divide the width {total} of {owner}; choose one that does",
+            f"{self.label} doesn't divide the width {total} of {owner}; choose a value that does",
         )
         share = total // self.size
         start = first + rank * share
@@ -265,7 +265,7 @@ def unwrap_lora(module: nn.Module) -> nn.Module:
 
 
 def can_shard(model: PreTrainedModel, size: int) -> bool:
-    """Return whether `size` processes can shard a model's layers; the model may be on meta."""
+    """Return whether `size` processes can shard a model, which may be on the meta device."""
     try:
         layers = TensorShards(model, Group(0, tuple(range(size))))
         for name in layers.styles:

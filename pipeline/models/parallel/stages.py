@@ -201,7 +201,7 @@ def get_block_list(plain: PreTrainedModel) -> tuple[str, nn.ModuleList]:
     }
     if len(lists) != 1:
         raise ModelError(
-            f"{plain.config.model_type} models have their blocks in {len(lists)} lists, so they"
+            f"{plain.config.model_type} models don't have all their blocks in one list, so they"
             " can't be split into stages; set parallel.pp 1"
         )
     return next(iter(lists.items()))
@@ -338,7 +338,7 @@ def require_equal_outputs(family: Family, blocks: tuple[int, ...]) -> None:
             stage.stage_input.received = hidden
         hidden = small_hidden_states(stage_model)
     if hidden is None or not torch.equal(hidden, expected):
-        raise ModelError(_explain(family.settings, "their blocks read more than hidden states"))
+        raise ModelError(_explain(family.settings, "their blocks exchange more than hidden states"))
 
 
 def _explain(settings: PreTrainedConfig, reason: str) -> str:

@@ -152,7 +152,7 @@ def unsupported_reason(plain: PreTrainedModel, size: int) -> str | None:
     try:
         get_block_list(plain)
     except ModelError:
-        return f"{family} models have their blocks in several lists"
+        return f"{family} models don't have all their blocks in one list"
     return None
 
 
@@ -168,7 +168,7 @@ def _replace_hidden(
 
 
 TOLERANCE = 1e-3
-"""Maximum relative distance in fp32; it would be about 1 if an all-reduce were missing."""
+"""Maximum relative difference in fp32; it would be about 1 if an all-reduce were missing."""
 
 NOISE = 1e-6
 """Fraction of the gradient's norm that may be rounding error, as for key biases."""
@@ -177,7 +177,7 @@ NOISE = 1e-6
 def find_mismatch(
     model: PreTrainedModel, group: Group, *, shards_tables: bool, sequence: bool
 ) -> str | None:
-    """Return the reason why a model of this family can't be trained sharded; None if it can.
+    """Return the reason why models of this family can't be trained sharded; None if they can.
 
     A collective of the group, with the same result on all processes.
 
@@ -210,7 +210,7 @@ def _find_different_gradient(full: nn.Module, sharded: nn.Module, group: Group) 
     noise = NOISE * torch.stack(norms).norm()
     names: list[str] = []
     for (name, param), other in zip(sharded.named_parameters(), full.parameters(), strict=True):
-        # Without a gradient zeros, as in the engine: all processes run the same collectives.
+        # Zeros replace missing gradients, as in the engine: every process runs all collectives.
         local, full_gradient = (
             torch.zeros_like(p) if p.grad is None else p.grad for p in (param, other)
         )
@@ -264,7 +264,7 @@ def shard_layers(model: nn.Module, group: Group, *, sequence: bool) -> None:
 
 
 def shard_if_possible(model: PreTrainedModel, group: Group, *, sequence: bool) -> None:
-    """Apply `shard_layers` to a frozen model; leave a model that can't be sharded complete.
+    """Apply `shard_layers` to a frozen model, or leave it complete if it can't be sharded.
 
     Its family may differ from the trained model's: it may be an encoder without a plan.
     """

@@ -88,7 +88,7 @@ ERRORS: tuple[tuple[str, str], ...] = (
     ),
     (
         "--reward.data.format llama2 --ppo.max_new_tokens 9 --ppo.max_prompt_length 64",
-        "the actor would read dialogues in a different chat format from {out}/step2_reward's",
+        "the actor would read dialogues in a chat format other than the one that {out}/step2_",
     ),
     (
         "--deployment-type single_node --num-processes 4 --ppo.parallel.replicas 3",

@@ -34,7 +34,7 @@ def test_unreachable_hub_raises_with_the_reason(listening: socket.socket) -> Non
     [
         (
             ("--data-path", "no/data"),
-            "data path no/data is neither a file or directory here nor in the Hub's cache"
+            "data path no/data is neither a local file or directory nor in the Hub's cache"
             " (127.0.0.1 can't be reached: Connection refused); check the name and the connection,"
             " or use a local file",
         ),

@@ -166,7 +166,7 @@ def test_unreachable_hub_name_raises_one_sentence(monkeypatch: pytest.MonkeyPatc
 
     message = get_error_message("nobody/nothing-of-the-kind")
 
-    assert message.startswith("data path nobody/nothing-of-the-kind is neither a file or directory")
+    assert message.startswith("data path nobody/nothing-of-the-kind is neither a local file or")
     assert "use a local file" in message
     assert "\n" not in message
 

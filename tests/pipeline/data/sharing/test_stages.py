@@ -93,7 +93,7 @@ def test_evaluation_uses_the_test_split(tmp_path: Path) -> None:
 
     assert sorted(prompts(data.eval)) == [*(f"held{n}" for n in range(5)), "q0", "q1", "q2"]
     assert sorted(prompts(data.train)) == sorted(f"q{n}" for n in range(3, 50))
-    assert "dropped 3 rows whose prompt is in the evaluation rows" in data.notes
+    assert "dropped 3 rows whose prompt is also in the evaluation rows" in data.notes
     assert f"{tmp_path}/set: step 1 reads the split train, and test for evaluation" in data.notes
 
 
