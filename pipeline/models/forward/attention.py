@@ -361,7 +361,7 @@ def attend_causally(
     sliding_window: int | None,
     dropout: float = 0.0,
 ) -> Float[Tensor, "1 H T E"]:
-    """Compute attention of the last T of a sequence's M tokens to themselves and earlier tokens."""
+    """Compute causal attention for the last T of a sequence's M tokens, over the keys of all M."""
     disable_cudnn_attention(query)
     shared_by = query.shape[1] // key.shape[1]
     if shared_by > 1 and query.is_cuda:  # not all CUDA kernels support grouped queries
