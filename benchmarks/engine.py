@@ -121,7 +121,7 @@ def run_worker(args: argparse.Namespace) -> None:
 
 
 def find_deepspeed(python: str | None) -> tuple[str, str] | None:
-    """Return versions and the Adam to use (DeepSpeed's if it builds); None without DeepSpeed."""
+    """Return the versions and an Adam (DeepSpeed's if it builds); None if DeepSpeed is missing."""
     if python is None:
         print("skipping DeepSpeed: set --deepspeed-python to a Python interpreter that has it")
         return None
@@ -171,7 +171,7 @@ def run(
 
 
 def compute_ratios(rounds: Rounds, system: str, peer: str, *, key: str = "tokens") -> list[float]:
-    """Return the ratio to the peer's value in each round."""
+    """Return the ratio of a system's value to the peer's in each round."""
     pairs = zip(rounds.get(system, []), rounds.get(peer, []), strict=False)
     return [a[key] / b[key] for a, b in pairs]
 
@@ -183,7 +183,7 @@ def format_range(values: list[float]) -> str:
 
 
 def format_table(rounds: Rounds) -> str:
-    """Format a Markdown table with one row per system, with ratios of its values to the peers'."""
+    """Format a Markdown table with a row per system, including its ratios to other systems."""
     peer_stage = "DeepSpeed's stage"
     columns = ["system", "tokens/s", "range", "CPU ms", "MiB live", "MiB peak", "MiB RSS peak"]
     columns += [f"x {peer}" for peer in (*DDP, *FSDP2)] + [

@@ -1,4 +1,4 @@
-"""The systems that `benchmarks.engine` compares, each as one function that trains one step.
+"""The systems that `benchmarks.engine` compares, each as a function that runs one training step.
 
 Each runs one micro-batch with the same loss, all-reduces the gradient, clips its norm to 1 and runs
 AdamW. In bf16, all have fp32 master weights and moments, except `ddp-bf16`, which updates bf16

@@ -89,7 +89,7 @@ class RowLengths(StoppingCriteria):
         scores: tuple[torch.Tensor] | None,  # noqa: ARG002
         **kwargs: Any,  # noqa: ANN401, ARG002
     ) -> torch.BoolTensor:
-        """Return the rows that have reached their length limit."""
+        """Return a mask of the rows that have reached their length limit."""
         done = self.lengths.to(input_ids.device) <= input_ids.shape[1]
         return cast("torch.BoolTensor", done)
 
@@ -154,19 +154,19 @@ def compare(
 
 
 def main(argv: Sequence[str]) -> None:
-    """Measure and print the table."""
+    """Run the benchmark and print the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--precisions", nargs="+", default=["fp32", "bf16"])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--clock", choices=CLOCKS, default="wall")
     parser.add_argument("--tiny", action="store_true", help="generate a few short responses")
-    parser.add_argument("--model", type=Path, help="Hugging Face directory to use for the model")
+    parser.add_argument("--model", type=Path, help="Hugging Face directory of the model to use")
     parser.add_argument("--batches", nargs="+", type=int, help="batch sizes, with --model")
     parser.add_argument(
         "--longest", type=int, default=64, help="maximum tokens per response, with --model"
     )
-    parser.add_argument("--prompt", type=int, default=TEXT_PROMPT, help="length, with --model")
+    parser.add_argument("--prompt", type=int, default=TEXT_PROMPT, help="tokens each, with --model")
     parser.add_argument("--opt", action="store_true", help="use OPT-1.3B, as on a GPU")
     args = parser.parse_args(argv)
     fallbacks = Fallbacks()

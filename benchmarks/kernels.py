@@ -123,7 +123,7 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--forms", nargs="+", choices=BYTES, default=list(BYTES))
     parser.add_argument("--rounds", type=int, default=24)
-    parser.add_argument("--quick", action="store_true", help="1M parameters, three rounds")
+    parser.add_argument("--quick", action="store_true", help="use 1M parameters and three rounds")
     args = parser.parse_args(argv)
     if args.quick:
         args.parameters, args.rounds = [1_000_000], 3

@@ -40,7 +40,7 @@ HEADS = {
     "Llama-3-8B": (32, 8, 128),
     "Llama-3-70B, an eighth": (8, 1, 128),
 }
-"""Query heads, key-value heads and head size, by model."""
+"""Query heads, key/value heads and head size, by model."""
 
 
 def time_adamw(bandwidth: float, *, tiny: bool) -> Iterator[Row]:
@@ -102,7 +102,7 @@ def time_attention(bandwidth: float, *, tiny: bool) -> Iterator[Row]:
 
 
 def main(argv: Sequence[str]) -> None:
-    """Measure every kernel and report rows."""
+    """Benchmark every kernel and report rows."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,4 +1,4 @@
-"""Benchmark a PPO iteration against DeepSpeed-Chat's and one of TRL's GRPOTrainer.
+"""Benchmark a PPO iteration against one of DeepSpeed-Chat and one of TRL's GRPOTrainer.
 
     pip install -e '.[peers]'       # TRL
     python -m benchmarks.ppo [--rounds 3] [--threads 2] [--precision bf16]
@@ -316,7 +316,7 @@ OURS = ("ours", "ours, grpo")
 
 
 def format_table(figures: Mapping[str, Sequence[Mapping[str, float]]]) -> str:
-    """Format a Markdown table, with the ratios of our samples per second to each peer's."""
+    """Format a Markdown table, with the ratios of our samples per second to each other side's."""
     from benchmarks.kernels import show_ratios
 
     header = ["", "iteration", *PHASES, "samples/s", *(f"{side} is" for side in OURS)]

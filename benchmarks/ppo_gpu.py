@@ -7,8 +7,8 @@
 Weights are random, and nothing is downloaded. Actor and reference are OPT-1.3B or have the shape of
 Qwen2.5-1.5B; critic and reward model are OPT-350M. All are in bf16, actor and critic with fp32
 master weights. An iteration generates 256 tokens for each prompt of 256 tokens, scores them, and
-makes one update. The first is a warm-up; results are medians. For PPO, decoding steps (of all rows,
-64 and one), a micro-batch and an optimizer step are profiled. `share` is the time to read the
+makes one update. The first is a warm-up; results are medians. For PPO, decoding steps (with all
+rows, 64 and one), a micro-batch and an optimizer step are profiled. `share` is the time to read the
 weights at the bandwidth of a copy, a lower bound for one row, divided by the measured time. TFLOP/s
 count 6 operations per trained parameter and token; the target on an H100 is 45 % of 989.
 The exit code is 1 if PPO with OPT-1.3B misses 30 sequences per second, generation takes over 45 %
@@ -265,12 +265,12 @@ def check_gates(result: Row) -> dict[str, bool]:
         f"{SEQUENCES_PER_SECOND:.0f} sequences/s": result["sequences_per_second"]
         >= SEQUENCES_PER_SECOND,
         f"generation {GENERATION_SHARE:.0%}": result["generation_share"] <= GENERATION_SHARE,
-        f"a peak of {OVER_PLAN} of the plan": result["reserved"] <= OVER_PLAN * result["planned"],
+        f"a peak of {OVER_PLAN} x the plan": result["reserved"] <= OVER_PLAN * result["planned"],
     }
 
 
 def main(argv: Sequence[str]) -> int:
-    """Measure and report; return 1 if a gate fails."""
+    """Run the benchmark and report rows; return 1 if a requirement is not met."""
     assert __doc__ is not None
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -279,8 +279,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--method", choices=("ppo", "grpo_2024"), default="ppo")
     parser.add_argument("--rollout", type=int, default=512, help="sequences per iteration")
     parser.add_argument("--micro-batch", type=int, default=32)
-    parser.add_argument("--iterations", type=int, default=2, help="number without the warm-up")
-    parser.add_argument("--tiny", action="store_true", help="tiny models, no gates")
+    parser.add_argument("--iterations", type=int, default=2, help="measured iterations")
+    parser.add_argument("--tiny", action="store_true", help="use tiny models, without requirements")
     args = parser.parse_args(argv)
     if args.tiny:
         args.rollout, args.micro_batch, args.iterations = 8, 2, 1

@@ -241,7 +241,7 @@ def run_side(
 
 
 def main(argv: Sequence[str]) -> None:
-    """Parse the options and run."""
+    """Parse the options and run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--data-path", required=True, help="preference pairs, as for train.py")
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=["sft", "reward"])

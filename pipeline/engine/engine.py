@@ -122,7 +122,7 @@ class Engine:
     is split. Lower-precision weights have fp32 master weights and fp32 sums of gradients.
 
     At every `config.zero_stage` a process keeps only its shard of the summed gradients; from stage
-    1, also only its shard of master weights and moments; and at stage 3, between uses, only its
+    1 on, also only its shard of master weights and moments; and at stage 3, between uses, only its
     shard of the weights. The results are bitwise identical.
 
     `name`, the same on all processes, labels its collectives: if some process uses two engines
@@ -202,7 +202,7 @@ class Engine:
         """Backpropagate from the model's outputs with given gradients of the loss.
 
         The gradients are already multiplied by this engine's loss scale. With `blocks_only` the
-        graph has only the model's blocks.
+        graph contains only the model's blocks.
         """
         fault_point("engine.backward")
         self.zero.backward(outputs, gradients, reaches_root=not blocks_only)
@@ -216,7 +216,7 @@ class Engine:
         """Clip the summed gradients, apply them if they are finite, and clear them.
 
         Raises:
-            NonFiniteGradientError: they were not finite for too many steps, or at the lowest scale.
+            NonFiniteGradientError: too many steps in a row are skipped, or one at the lowest scale.
         """
         fault_point("engine.step")
         self.zero.check_ready()
@@ -382,5 +382,5 @@ class FrozenEngine:
         return self.model(*args, **kwargs)
 
     def gathered(self) -> AbstractContextManager[None]:
-        """Return a context in which every process has all weights."""
+        """Return a context manager that gives every process all weights."""
         return nullcontext() if self._zero is None else self._zero.gathered()

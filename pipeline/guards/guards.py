@@ -118,7 +118,7 @@ class Guards:
     """Values of the metrics in `signals.TREND_METRICS` at the last checks, oldest first."""
 
     acted: list[dict[str, Any]] = field(default_factory=list)
-    """One entry per rollback: the trip, and `to`, the step after which the run continued."""
+    """One entry per rollback or stop: the trip, and `to`, the step to which the run returned."""
 
     def check(self, step: int, metrics: Mapping[str, float]) -> list[Trip]:
         """Return the guards that trip after `step`, most severe first; only the first one acts."""
@@ -131,7 +131,7 @@ class Guards:
         return sorted(trips, key=lambda trip: ("stop", "rollback", "warn").index(trip.action))
 
     def _check(self, guard: Guard, metrics: Mapping[str, float]) -> Trip | None:
-        """Return the guard's trip; None if it is off, is within its limit or warned recently."""
+        """Return the guard's trip; None if it is off, within its limit, or has warned recently."""
         name, step = str(guard), self.step
         if guard.action == "none" or not self._is_beyond_limit(guard, metrics):
             return None

@@ -59,7 +59,7 @@ class Weights:
     """Moving average of the squared gradient, in the same dtype."""
 
     copy: Float[Tensor, " n"] | None = None
-    """bf16 or fp16: receives the new master weights, rounded by `round_weights`."""
+    """bf16 or fp16 vector that receives the new master weights, rounded by `round_weights`."""
 
     low_bits: Int16[Tensor, " n"] | None = None
     """The bits of the fp32 master weights that the bf16 `master` lacks, from `split_master`."""
@@ -227,9 +227,9 @@ class FlatAdamW:
         self._tables: list[ShardTable] = []
 
     def step(self, shards: Sequence[Shard], step: AdamW, *, kernels: Kernels) -> None:
-        """Take one in-place step of all shards, each with its own rate and weight decay.
+        """Take one in-place step of all shards, each with its own learning rate and weight decay.
 
-        Each shard's rate is multiplied by that of `step`.
+        Each shard's learning rate is multiplied by that of `step`.
 
         Raises:
             KernelError: as raised by `adamw_`.
@@ -456,7 +456,7 @@ def step_scalars(step: AdamW, device: torch.device) -> Float64[Tensor, "4"]:
 
 
 def self_test(gpu: Gpu, defines: Macros) -> bool:
-    """Compare two steps bitwise with the reference, on a vector with a tail."""
+    """Return whether two steps match the reference bitwise, on a vector with a tail."""
     moments, copy = (DTYPES_BY_NAME[str(defines[name])] for name in ("MOMENT", "COPY"))
     generator = torch.Generator().manual_seed(0)
     gradient, master, exp_avg, root = torch.randn(4, 301, generator=generator)

@@ -75,7 +75,7 @@ def find_kernel(
         return None
     reason = unsupported_reason(cache, states)
     return choice.resolve(
-        "the cache", reason or choice.load_kernel(device, "cache_append", MACROS, self_test)
+        "cache updates", reason or choice.load_kernel(device, "cache_append", MACROS, self_test)
     )
 
 
@@ -139,7 +139,7 @@ def _make_args(stored: Float[Tensor, "S G M D"], new: Float[Tensor, "G N D"]) ->
 
 
 def self_test(gpu: Gpu, defines: Macros) -> bool:
-    """Append three tokens, one of them outside all slots; keys and values differ in size."""
+    """Return whether appending three tokens, one outside all slots, matches the reference."""
     del defines  # one kernel for all dtypes
     keys, values = (torch.zeros(2, 2, 8, size) for size in (64, 32))
     generator = torch.Generator().manual_seed(0)

@@ -2,7 +2,7 @@
 // Reference: decode_attention.py.
 //
 // query and out are (sequence, head, HEAD_SIZE); key and value are (page, kv head, token,
-// HEAD_SIZE); the last stride is 1, the others are arbitrary. A block reads one split of the keys of
+// HEAD_SIZE); the last stride is 1 and the others are arbitrary. A block reads one split of the keys of
 // one sequence and kv head, once for all GROUP query heads that share them, so that the kernel is
 // bound by memory bandwidth. A few lanes read a key together and keep their own online softmax
 // (Milakov & Gimelshein 2018). The results of lanes, warps and, in a second kernel, blocks are

@@ -67,13 +67,13 @@ def reference_attention(
     key, value = (gather_pages(stored, spec.pages) for stored in (key, value))
     tokens = torch.arange(key.shape[2], device=key.device)
     ends = spec.lengths[:, None]
-    is_visible = tokens < ends  # (B, M)
+    is_visible = tokens < ends  # (B, L * T)
     if spec.sliding_window is not None:
         is_visible &= tokens >= ends - spec.sliding_window
     is_masked = ~is_visible[:, None, :, None]
     key, value = (tensor.to(dtype).masked_fill(is_masked, 0.0) for tensor in (key, value))
     grouped = query.to(dtype).unflatten(1, (key.shape[1], -1))  # (B, G, H / G, D)
-    scores = spec.scaling * grouped @ key.transpose(2, 3)  # (B, G, H / G, M)
+    scores = spec.scaling * grouped @ key.transpose(2, 3)  # (B, G, H / G, L * T)
     scores = scores.masked_fill(~is_visible[:, None, None, :], -math.inf)
     # Without visible keys, all weights are NaN.
     weights = scores.softmax(-1).nan_to_num(0.0)
@@ -122,7 +122,7 @@ def prepare(
     scaling: float,
     sliding_window: int | None,
 ) -> "PreparedAttention | None":
-    """Prepare the C++ kernel for repeated calls on this memory; None if there is none.
+    """Prepare the C++ kernel for repeated calls on this memory; return None if it can't be used.
 
     Raises:
         KernelError: kernels are required, and there is none for these tensors.
@@ -136,7 +136,7 @@ def prepare(
 def find_kernel(
     query: Float[Tensor, "B H D"], key: Float[Tensor, "P G T D"], value: Float[Tensor, "P G T E"]
 ) -> Gpu | Library | None:
-    """Find the kernel for these tensors; None if PyTorch is used.
+    """Return the kernel for these tensors, or None if PyTorch is used.
 
     Raises:
         KernelError: kernels are required, and there is none for these tensors.
@@ -190,7 +190,7 @@ def cpp_unsupported_reasons(
     """Yield the reasons why the kernel doesn't support these tensors."""
     size = query.shape[2]
     if key.shape[2] != PAGE:
-        yield f"pages have {key.shape[2]} tokens"
+        yield f"pages have {key.shape[2]} tokens, not {PAGE}"
     if query.dtype not in CPP_DTYPES:
         yield f"it supports fp32 and bf16, not {query.dtype}"
     if not query.dtype == key.dtype == value.dtype:
@@ -204,7 +204,7 @@ def cpp_unsupported_reasons(
     if not key.is_contiguous() or not value.is_contiguous() or query.stride(2) != 1:
         yield "the elements of a head are not contiguous"
     if any(tensor.data_ptr() % tensor.element_size() for tensor in (query, key, value)):
-        yield "a tensor is not aligned to its elements"
+        yield "a tensor is not aligned to its element size"
 
 
 class PreparedAttention:
@@ -239,7 +239,7 @@ class PreparedAttention:
         )
 
     def __call__(self, lengths: Int[Tensor, " B"], pages: Int[Tensor, "B L"]) -> None:
-        """Compute attention from the current contents; see `AttentionSpec`."""
+        """Compute attention from the memory's current contents; see `AttentionSpec`."""
         self.params.lengths, self.params.pages = lengths.data_ptr(), pages.data_ptr()
         self.params.pages_row, self.params.max_pages = pages.stride(0), pages.shape[1]
         self._library.decode_attention(
@@ -322,11 +322,11 @@ def cuda_unsupported_reason(
     if query.dtype not in DTYPES or not query.dtype == key.dtype == value.dtype:
         return f"queries are {query.dtype}, keys {key.dtype} and values {value.dtype}"
     if query.shape[2] not in HEAD_SIZES or value.shape[3] != query.shape[2]:
-        return f"it doesn't support head sizes {query.shape[2]} and {value.shape[3]}"
+        return f"it doesn't support head size {query.shape[2]} with values of size {value.shape[3]}"
     if not key.shape[1] or query.shape[1] % key.shape[1]:
-        return f"{query.shape[1]} query heads can't be divided by {key.shape[1]} key/value heads"
+        return f"{query.shape[1]} query heads can't share {key.shape[1]} key/value heads evenly"
     if not 0 < query.shape[0] <= MAX_SEQUENCES or not query.shape[1] or key.shape[2] != PAGE:
-        return f"the batch is empty or too large, or pages have {key.shape[2]} tokens, not {PAGE}"
+        return f"it supports 1 to {MAX_SEQUENCES} sequences with pages of {PAGE} tokens"
     itemsize = query.dtype.itemsize
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         offsets = [tensor.data_ptr(), *(stride * itemsize for stride in tensor.stride()[:-1])]

@@ -24,8 +24,7 @@ PRELUDE = (SOURCES / "include" / "prelude.cuh").read_text()
 """Header that all sources include."""
 
 OPTIONS = ("-std=c++17", "--fmad=false")
-"""Compiler options that round each product and sum separately, as on the CPU, unless a kernel calls
-fmaf."""
+"""Compiler options that round each product and sum separately, unless a kernel calls fmaf."""
 
 MIN_CAPABILITY = 70
 """The lowest supported compute capability, 7.0."""
@@ -78,7 +77,7 @@ class Kernel:
         )
         if code == driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
             raise torch.OutOfMemoryError(message)
-        hint = "CUDA_LAUNCH_BLOCKING=1 shows whether an earlier kernel failed"
+        hint = "set CUDA_LAUNCH_BLOCKING=1 to see whether an earlier kernel failed"
         raise LaunchError(f"{message}; {hint}")
 
     def max_active_blocks(self, threads: int, shared_bytes: int) -> int:
@@ -124,7 +123,7 @@ class Gpu:
         return Kernel(function, self.device, entry)
 
     def _get_cubin(self, name: str, defines: Macros) -> bytes:
-        """Return the machine code of a source, from the cache if possible."""
+        """Return the compiled code of a source, from the cache if possible."""
         path = self._cache_path(name, defines)
         if path is not None and path.exists():
             return path.read_bytes()
@@ -239,7 +238,7 @@ def get_gpu(device: torch.device) -> Gpu:
     """Return the GPU of a PyTorch device that has an index.
 
     Raises:
-        KernelError: kernels can't be compiled for it.
+        KernelError: this PyTorch is a build without CUDA.
     """
     if torch.version.cuda is None:
         raise KernelError(f"this PyTorch ({torch.__version__}) is a build without CUDA")

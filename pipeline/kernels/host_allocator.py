@@ -13,8 +13,8 @@ def keep_freed_memory() -> None:
     """Reuse freed memory for later tensors, in the whole process.
 
     By default, large tensors' memory is returned as soon as they are freed, and every page of the
-    next step's activations is faulted in and zeroed again: a tenth of a step on a CPU. This has no
-    effect if `host_allocator.cpp` can't be compiled.
+    next step's activations is faulted in and zeroed again, which takes a tenth of a step. This has
+    no effect if `host_allocator.cpp` can't be compiled.
     """
     home = Path(torch.__file__).parent
     flags = (f"-I{home / 'include'}", f"-L{home / 'lib'}", "-Wl,--no-as-needed", "-lc10")

@@ -23,7 +23,7 @@ from pipeline.kernels.build import CPP_DTYPES, FUSED, Library
 
 @functools.cache
 def max_rows(dtype: torch.dtype) -> int:
-    """Return the most rows for which the kernel is faster than PyTorch's BLAS; 0 without a kernel.
+    """Return the maximum number of rows for which to use the kernel; 0 if the dtype has none.
 
     With many rows the product is compute-bound. MKL reaches that bound only on Intel processors.
     """
@@ -125,7 +125,7 @@ class LinearKernelMode(TorchFunctionMode):
 def is_supported_layer(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> bool:
     """Return whether this is a linear layer on the CPU with at most `max_rows` rows.
 
-    `addmm` of a matrix, which looks similar, is not.
+    An `addmm` that adds a matrix, which looks similar, is not one.
     """
     tensors = (x, weight, out) if bias is None else (x, weight, out, bias)
     if any(tensor.device.type != "cpu" for tensor in tensors) or x.ndim < 2 or weight.ndim != 2:
@@ -148,7 +148,7 @@ def find_problems(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -
         if tensor.dtype != x.dtype:
             yield f"{name} is {tensor.dtype}, but x is {x.dtype}"
         if tensor.data_ptr() % tensor.element_size():
-            yield f"{name} is not aligned to its elements"
+            yield f"{name} is not aligned to its element size"
         if not tensor.is_contiguous():
             yield f"{name} is not contiguous"
     if x.shape[-1] % (4 // x.element_size() or 1):

@@ -35,7 +35,7 @@ NO_TARGET = -(2**31)
 _softmax_gradient = torch.ops.aten._log_softmax_backward_data  # noqa: SLF001
 
 TILE = {"cpu": 2**23, "cuda": 2**26}
-"""Logits per tile of tokens, by device: 32 and 256 MiB of fp32. Smaller tiles add to the matrix's
+"""Logits per tile of tokens, by device: 32 and 256 MiB of fp32. Smaller tiles add to the weight's
 gradient more often; larger ones are not faster."""
 
 VOCABULARY_TILE = {"cpu": 2**21, "cuda": TILE["cuda"]}
@@ -343,7 +343,7 @@ class FusedGradLogprobs(torch.autograd.Function):
 
 
 def _is_uniform(grad: Float[Tensor, " K"]) -> bool:
-    """Return whether all are equal; on a GPU, return True, and a difference fails later."""
+    """Return whether all values are equal; on a GPU, return True and fail later if they aren't."""
     first = grad[:1]
     if not grad.is_cuda:
         return torch.equal(grad, first.expand_as(grad))
@@ -364,13 +364,13 @@ def _tile_gradients(
     temperature: float,
     tile: int,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Compute the required gradients of hidden states, matrix and bias.
+    """Compute the required gradients of hidden states, weight and bias.
 
     With z the logits, p = softmax(z), H the entropy, t the target, and g and h the gradients of
     log p_t and of H:  dz = g * (1[t] - p) - h * p * (log p + H).
 
     Args:
-        inputs: hidden states, matrix and bias.
+        inputs: hidden states, weight and bias.
         targets: token ids.
         sums: the largest logit z_max of each target, and the sum of exp(z - z_max).
         grad_logprobs: g, or None for zeros.
@@ -515,7 +515,7 @@ def _log_softmax(logits: Float[Tensor, "R V"], temperature: float) -> Float[Tens
 
 
 def _row_chunks(logits: Float[Tensor, "K V"], chunk_size: int) -> list[slice]:
-    """Split rows into equal chunks of at least two: PyTorch sums single rows in another order."""
+    """Split rows into chunks of two or more: PyTorch sums single rows in a different order."""
     count, vocabulary = logits.shape
     chunks = max(1, min(math.ceil(count * vocabulary / chunk_size), count // 2))
     return [

@@ -26,10 +26,10 @@ class PinnedMemory:
     """Locked pages of one process.
 
     Freed pages are kept for the next tensor of their size: locking takes a fifth of a second per
-    GB, and gradients are allocated in every step. A tensor may be freed once copies to it finish.
+    GB, and gradients are allocated in every step. A tensor may be freed once its copies are done.
 
     Args:
-        register: locks pages, given their address, bytes and flags; returns 0 on success.
+        register: locks pages, given their address, size and flags; returns 0 on success.
         unregister: unlocks pages, given their address.
     """
 
@@ -113,4 +113,4 @@ def _memory() -> PinnedMemory:
 
 @functools.cache
 def _log_fallback(reason: str) -> None:
-    logger.warning("PyTorch pins memory, in sizes rounded up to powers of two: %s", reason)
+    logger.warning("using PyTorch's pinned memory, rounded up to powers of two: %s", reason)

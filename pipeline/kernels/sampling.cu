@@ -92,7 +92,7 @@ DEVICE T prefix_sum(T value LINE) {
   return value;
 }
 
-// Finds the highest score and the first word with it; returns false if any is NaN or it is infinite.
+// Finds the highest score and the first word with it; returns false if any is NaN or the highest is infinite.
 DEVICE bool find_highest(Row& row, int& first) {
   float highest = MINUS_INFINITY;
   bool is_number = true;

@@ -45,7 +45,7 @@ def reference_sample(
 
     A row's token is the one at which the cumulative weight of the kept tokens, in the order of
     their ids, exceeds the fraction `uniform_numbers(seed, key, position)` of the total, in float64.
-    The log-probability is NaN for a row with a NaN or infinite logit.
+    The log-probability is NaN if a logit is NaN or the highest one is infinite.
     """
     scores = logits.double() / (draw.temperature or 1.0)
     logprobs = scores.log_softmax(dim=-1)

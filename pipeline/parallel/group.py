@@ -72,11 +72,11 @@ class Group:
         return self._reduce(values, dist.ReduceOp.SUM)
 
     def sum(self, value: int | float) -> float:
-        """Sum of `value` over the processes."""
+        """Return the sum of `value` over the processes."""
         return self.sums([value])[0]
 
     def max(self, value: int | float) -> float:
-        """Return the largest `value` of the processes."""
+        """Return the maximum of `value` over the processes."""
         return self._reduce([value], dist.ReduceOp.MAX)[0]
 
     def gather_objects(self, value: T) -> list[T]:
@@ -106,7 +106,7 @@ class Group:
         return parts
 
     def all_to_all(self, slices: Tensor, *, label: str) -> Tensor:
-        """All-to-all of slices along the first dimension, one for each process, in rank order."""
+        """Send slice i of the first dimension to rank i; return the received slices by rank."""
         if self.size == 1 or slices.is_meta:
             return slices
         self._enter_collective("all_to_all", label)
@@ -228,7 +228,7 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 
 def all_gather(full: Tensor, shard: Tensor, process_group: dist.ProcessGroup | None) -> dist.Work:
-    """Start filling the flat `full` with the shards of all processes, in rank order."""
+    """Start filling the flat tensor `full` with the shards of all processes, in rank order."""
     work = _all_gather(full, shard, group=process_group, async_op=True)
     assert work is not None  # because of async_op
     return work
@@ -237,7 +237,7 @@ def all_gather(full: Tensor, shard: Tensor, process_group: dist.ProcessGroup | N
 def reduce_scatter(
     shard: Tensor, full: Tensor, process_group: dist.ProcessGroup | None
 ) -> dist.Work:
-    """Start filling the flat `shard` with its part of the sum over all processes."""
+    """Start filling the flat tensor `shard` with its part of the sum over all processes."""
     work = _reduce_scatter(shard, full, group=process_group, async_op=True)
     assert work is not None
     return work

@@ -1,7 +1,4 @@
-"""Ranks of a process from torchrun's variables, available before torch is imported.
-
-Without a launcher they describe a single process.
-"""
+"""Ranks from torchrun's variables (default: one process), available before torch is imported."""
 
 import os
 

@@ -68,13 +68,13 @@ class Mesh:
         A collective. The collectives of such groups are not compared with those of other groups.
 
         Raises:
-            ConfigError: the processes can't be divided into groups of that size.
+            ConfigError: the number of processes is not divisible by `size`.
         """
         world_size = self.world.size
         require(
             world_size % size == 0,
-            f"inference_tp_size {size} doesn't divide the {world_size} processes; choose one that"
-            " does, or start a different number of processes",
+            f"the number of processes, {world_size}, is not divisible by inference_tp_size {size};"
+            " choose a divisor, or start a different number of processes",
         )
         if size == 1:
             return SELF_GROUP
@@ -101,7 +101,7 @@ _meshes: list[Mesh] = []
 def split_mesh(
     *, replicas: int, pp: int = 1, tp: int = 1, timeout_seconds: float
 ) -> Iterator[Mesh]:
-    """Divide the processes of the job within a context. A collective.
+    """Context manager that divides the processes of the job. A collective.
 
     Args:
         replicas: copies of each model; the processes of one copy are adjacent in rank, as are the
@@ -117,8 +117,8 @@ def split_mesh(
     world_size = mesh.world.size
     require(
         world_size % (pp * tp * replicas) == 0,
-        f"{world_size} processes can't be divided into {pp} pipeline stages, {replicas} replicas"
-        f" and {tp} tensor-parallel processes; start a multiple of {pp * replicas * tp} processes",
+        f"the number of processes, {world_size}, is not divisible by pp {pp} x replicas {replicas}"
+        f" x tp {tp}; start a multiple of {pp * replicas * tp} processes",
     )
     ranks = torch.arange(world_size).view(pp, replicas, -1, tp)
 

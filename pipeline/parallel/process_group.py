@@ -18,12 +18,12 @@ from pipeline.system.errors import ConfigError, JobFailed
 from pipeline.system.signals import default_sigint
 
 Watchdog = Callable[[float], AbstractContextManager[None]]
-"""Given a timeout in seconds, returns a context that watches the processes of the job."""
+"""Given a timeout in seconds, returns a context manager that watches the job's processes."""
 
 
 @contextmanager
 def process_group(watchdog: Watchdog, timeout_seconds: float = 1800) -> Iterator[None]:
-    """Join the processes that torchrun started; do nothing without torchrun.
+    """Context manager that joins the processes started by torchrun, if it was used.
 
     The backend is NCCL on GPUs and gloo on CPUs. `watchdog`, normally `watch_processes`, stops all
     processes if one of them keeps the others waiting for `timeout_seconds`, and names it.
@@ -31,6 +31,7 @@ def process_group(watchdog: Watchdog, timeout_seconds: float = 1800) -> Iterator
     Raises:
         JobFailed: a process failed, and the reason has been printed. On GPUs the process exits
             immediately instead, because its GPU may be waiting for the others.
+        ConfigError: there are fewer GPUs than processes on this machine.
     """
     if "RANK" not in os.environ or dist.is_initialized():
         yield

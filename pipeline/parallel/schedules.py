@@ -1,6 +1,6 @@
-"""Pipeline stages: their blocks, and the order of their passes, 1F1B.
+"""Pipeline stages: their blocks, and the order of their passes (1F1B).
 
-Narayanan et al. 2019 (PipeDream-flush): a stage alternates forward and backward passes as soon as
+Narayanan et al. 2021 (PipeDream-Flush): a stage alternates forward and backward passes as soon as
 the first gradient can arrive, so that it keeps the activations of at most `stages - stage`
 micro-batches. Backward passes run in the order of the micro-batches, so that gradients are summed
 as without a pipeline. A stage receives hidden states from the previous stage before a forward pass,

@@ -24,7 +24,7 @@ GRADIENTS = "gradients of hidden states"
 
 
 class _Collective(torch.autograd.Function):
-    """A collective of a tensor, and another one for its gradient."""
+    """A collective on a tensor, and another one on its gradient."""
 
     @staticmethod
     def forward(

@@ -48,7 +48,7 @@ class Transfers:
         """Wait until all sent tensors, except the latest `except_last`, have arrived."""
         while len(self._sent) > except_last:
             work, rank, _tensor = self._sent.popleft()
-            with self._waiting(rank, "its receipt of sent tensors"):
+            with self._waiting(rank, "the delivery of sent tensors"):
                 work.wait()
 
     def _group(self, kind: TransferKind) -> dist.ProcessGroup | None:

@@ -86,7 +86,7 @@ MAX_REASON_LENGTH = 200
 
 
 def one_line(error: Exception) -> str:
-    """Return an error's first paragraph in one line, with its type for a KeyError or no text."""
+    """Return an error's first paragraph on one line, with its type if it is a KeyError or empty."""
     line = " ".join(str(error).split("\n\n")[0].split())
     if isinstance(error, KeyError) or not line:
         line = f"{type(error).__name__} {line}".strip()
@@ -94,7 +94,7 @@ def one_line(error: Exception) -> str:
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:
-    """End a message about an unknown name: suggest a similar name, or list all known names."""
+    """Return the end of a message about an unknown name: a similar name, or all known names."""
     by_lower = {known_name.lower(): known_name for known_name in known}
     matches = difflib.get_close_matches(name.lower(), by_lower, n=1)
     if matches:

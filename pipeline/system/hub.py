@@ -74,7 +74,7 @@ def require_reachable(message: str, error: type[UserError], *, alternative: str)
 
 
 def check_push(name: str, *, online: bool) -> None:
-    """Check the repository's name and that there is a token, and if `online`, that it can write.
+    """Check the repository's name and that there is a token; if `online`, also its permissions.
 
     Raises:
         ConfigError: the upload would fail.
@@ -86,7 +86,7 @@ def check_push(name: str, *, online: bool) -> None:
     require(is_valid is not None, f"{option} is not the name of a repository, such as OWNER/NAME")
     reason = unreachable_reason() if online else None
     reason = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else reason
-    require(reason is None, f"{option}: {reason}; omit it, and run `hf upload` afterwards")
+    require(reason is None, f"{option}: {reason}; omit the option, and run `hf upload` later")
     require(get_token() is not None, f"{option} needs a token; run `hf auth login` or set HF_TOKEN")
     if not online:
         return
@@ -99,5 +99,5 @@ def check_push(name: str, *, online: bool) -> None:
     can_write = token["role"] == "write"
     owners = [user["name"], *(org["name"] for org in user.get("orgs", ()))]
     is_owner = name.rpartition("/")[0] in ("", *owners) or not can_write  # others may see no orgs
-    require(can_write or "repo.write" in str(token), f"{option} needs a token that can write")
+    require(can_write or "repo.write" in str(token), f"{option} needs a token with write access")
     require(is_owner, f"{option}: {user['name']} can only write to {', '.join(owners)}")

@@ -118,7 +118,7 @@ def default_sigint() -> Iterator[None]:
 
 
 class ExitOnSignal:
-    """Context manager in which a scheduler's signal exits with EXIT_REQUEUE.
+    """Context manager in which a scheduler's signal makes the process exit with EXIT_REQUEUE.
 
     Before the first step and after the last, there is nothing to save. Ctrl-C raises a
     KeyboardInterrupt as usual. A signal that already has a handler keeps it.

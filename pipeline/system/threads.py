@@ -27,7 +27,7 @@ def set_compute_threads(number: int | None) -> None:
     text = os.environ.get(THREADS_VARIABLE) or None if number is None else str(number)
     if text is not None and (not text.isdecimal() or int(text) == 0):
         name = THREADS_VARIABLE if number is None else "threads"
-        raise ConfigError(f"{name} must be a positive number of threads, got {text!r}")
+        raise ConfigError(f"{name} must be a positive integer, got {text!r}")
     if "torch" not in sys.modules:
         shorten_spinning(os.environ)
         os.environ.update({} if text is None else {"OMP_NUM_THREADS": text})

@@ -48,10 +48,10 @@ T = TypeVar("T")
 TICK_SECONDS = 1.0
 
 OBSERVERS = 2
-"""Number of ranks, starting at 0, that read all positions, so that requests grow linearly."""
+"""Number of ranks, starting at 0, that read all positions, to limit the number of requests."""
 
 STALLED_HEARTBEATS = 3
-"""Heartbeats at one position after which an observer reads all positions."""
+"""Number of heartbeats at the same position after which an observer reads all positions."""
 
 HEARTBEAT_TIMEOUT_SECONDS = 60.0
 """Seconds without a heartbeat after which a process on another machine is considered lost."""
@@ -60,11 +60,11 @@ REPORT_WAIT_SECONDS = 3.0
 """Seconds that a process whose collective failed waits for another process's report."""
 
 GRACE_SECONDS = 5.0
-"""Seconds for a process to exit after the job failed; half of that if processes hang."""
+"""Seconds that a process has to exit after the job failed; half of that if processes hang."""
 
 JOIN_TIMEOUT_SECONDS = 15.0
-"""Seconds for the threads to exit. A request to the store takes up to 5 s, and Python aborts if the
-interpreter exits during one."""
+"""Seconds to wait for the threads to exit. A request to the store takes up to 5 s, and Python
+aborts if the interpreter exits during one."""
 
 COLLECTIVE_ERROR = re.compile(
     r"gloo|nccl|connection (closed|reset) by peer|timed out waiting|broken pipe", re.IGNORECASE
@@ -220,7 +220,7 @@ def find_hanging_stage(heartbeats: Mapping[int, Heartbeat], timeout: float) -> F
 
 @contextmanager
 def watch_processes(timeout_seconds: float) -> Iterator[None]:
-    """Watch the processes of the job, all of which must enter together.
+    """Context manager that watches the processes of the job; all must enter it together.
 
     Raises:
         JobFailed: an error was printed, or another process failed.

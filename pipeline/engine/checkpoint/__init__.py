@@ -1,7 +1,7 @@
 """Checkpoints: directories of safetensors files that appear complete or not at all.
 
     ROOT/step_00000120/manifest.json                      the files' checksums and the run's state
-    ROOT/step_00000120/rank-00000-of-00002.safetensors    one file of each process
+    ROOT/step_00000120/rank-00000-of-00002.safetensors    one file per process
     ROOT/base-<job>/                                      the same for frozen weights, written once
     ROOT/latest                                           the name of the newest directory
     ROOT/.writing-*, ROOT/.removing-*                     incomplete, or being deleted

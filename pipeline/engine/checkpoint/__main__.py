@@ -25,7 +25,7 @@ def main(argv: Sequence[str]) -> None:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for run in (verify, consolidate):
         command = commands.add_parser(run.__name__, help=run.__doc__, description=run.__doc__)
-        command.add_argument("dir", type=Path, help="a checkpoint, or a directory of them")
+        command.add_argument("dir", type=Path, help="a checkpoint, or a directory of checkpoints")
         command.set_defaults(run=run)
     command.add_argument("out", type=Path, help="output directory")
     command.add_argument("--model", help="model to write, if there are several; default: the first")
@@ -54,7 +54,7 @@ def verify(options: argparse.Namespace) -> None:
 
 
 def consolidate(options: argparse.Namespace) -> None:
-    """Write the model (in step 3 the actor or --model critic) as a Hugging Face directory OUT."""
+    """Write a model (in step 3 the actor, or --model critic) as a Hugging Face directory OUT."""
     path, out = _checkpoints(options.dir)[0], options.out
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"{out} already exists; choose a new directory")

@@ -39,7 +39,7 @@ class StoredFragment:
 
     @property
     def end(self) -> int:
-        """End (exclusive) of the fragment in the full tensor."""
+        """End (exclusive) of the fragment, or of its last row if it has columns, in the tensor."""
         if self.columns is None:
             return self.stop
         return -(-self.stop // self.columns.width) * self.columns.stride
@@ -134,7 +134,10 @@ class Checkpoint:
             )
 
     def read_prefix(self, prefix: str) -> dict[str, Tensor]:
-        """Read all tensors whose names start with `prefix`, keyed by the rest of the name."""
+        """Read the tensors whose names start with `prefix`, keyed by the rest of the name.
+
+        If this rank's file has such tensors, those in other files are omitted.
+        """
         names = [name for name in self._rank_index() if name.startswith(prefix)]
         names = names or [name for name in self._index() if name.startswith(prefix)]
         tensors: dict[str, Tensor] = {}
@@ -202,7 +205,7 @@ def _read_index(file: Path, stored: StoredFile) -> _Index:
     for name, tensor in tensors.items():
         label = parse_label(name)
         if label is None or tensor.dtype not in DTYPES:
-            raise CheckpointError(f"{file} has {name!r}, which is not a fragment")
+            raise CheckpointError(f"{file} contains {name!r}, which is not a fragment")
         key, start, stop, columns = label
         dtype = DTYPES[tensor.dtype]
         fragment = StoredFragment(file, tensor.offset, dtype, start, stop, columns)

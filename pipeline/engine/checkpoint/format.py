@@ -162,7 +162,7 @@ class Manifest:
     """The optimizer step after which the state was saved; 0 for frozen weights."""
 
     base: str | None
-    """Name of the directory next to this one with the frozen weights; None if there are none."""
+    """Name of the sibling directory that holds the frozen weights; None if there are none."""
 
     files: Mapping[str, StoredFile]
     """The processes' files by name, in rank order."""

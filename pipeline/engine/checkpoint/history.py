@@ -29,8 +29,8 @@ ROLLBACK = "rollback.json"
 def list_candidates(root: Path) -> list[Path]:
     """List the step directories in the order in which to try them.
 
-    The target of `latest` comes first, then earlier steps, newest first, and finally later steps,
-    which are left over if a run resumed from an earlier one. Without `latest`: newest first.
+    The target of `latest` (by default the newest step) comes first, then earlier steps, newest
+    first, and finally later steps, which are left over if a run resumed from an earlier one.
     """
     steps = list_steps(root)
     try:
@@ -44,7 +44,7 @@ def list_candidates(root: Path) -> list[Path]:
 def find_newest_valid(
     root: Path, world: Group, *, list_paths: Callable[[Path], Sequence[Path]] = list_candidates
 ) -> Checkpoint | None:
-    """Return the first checkpoint that all processes find valid, or None if there are none.
+    """Return the first checkpoint that all processes find valid; None if there are no checkpoints.
 
     Args:
         root: directory of the checkpoints.
@@ -154,7 +154,7 @@ class RollbackRecord:
         fault_point("rollback.after_record")
 
     def invalidates(self, state: Mapping[str, Any]) -> bool:
-        """Return whether the run was rolled back after that state was saved."""
+        """Return whether the run was rolled back after `state` was saved."""
         return state.get("rollbacks", 0) < self.count
 
     def remove_later_steps(self, root: Path) -> None:

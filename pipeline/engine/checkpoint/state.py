@@ -31,7 +31,7 @@ ReadInto = Callable[[int, Tensor], None]
 
 
 def shard_columns(param_shard: ParamShard) -> Iterator[tuple[Columns, Columns, bool]]:
-    """Yield each shard's columns here and in the full parameter, and if this process saves them."""
+    """Yield each shard's columns here and in the full parameter, and whether it is saved here."""
     spec, inner, shape = param_shard.spec, param_shard.inner, param_shard.full_shape
     local_stride, stride = spec.shape(shape)[spec.dim] * inner, shape[spec.dim] * inner
     for shard, begin in spec.with_offsets():
@@ -162,7 +162,7 @@ def load(engine: Engine, prefix: str, checkpoint: Checkpoint, described: Mapping
     """Load an engine's state; `described` is the result of `describe` for it. A collective.
 
     Raises:
-        CheckpointError: the state is from a different model.
+        CheckpointError: the state is from a different model, or can't be read.
     """
     _check_shapes(engine, described, checkpoint)
     engine.zero.check_ready()

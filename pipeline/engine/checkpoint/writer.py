@@ -157,7 +157,7 @@ class CheckpointWriter:
         self._thread.start()
 
     def save_base(self, name: str, fragments: Iterable[Fragment]) -> None:
-        """Write frozen weights to `ROOT/name` and return when this process has written its file.
+        """Write frozen weights to `ROOT/name` and wait for this process's file (rank 0: all files).
 
         A failure is reported like a failed save; saves that refer to the base then fail too.
         """
@@ -346,7 +346,7 @@ def _is_valid(path: Path) -> bool:
 
 
 def _describe_error(error: Exception, rank: int) -> str:
-    """Describe why a save failed, in words that complete a sentence."""
+    """Describe why a save failed, as a part of a sentence."""
     if isinstance(error, SaveError | CheckpointError):
         return str(error)
     location = f" at {error.filename}" if isinstance(error, OSError) and error.filename else ""

@@ -1,7 +1,7 @@
 """Collectives on flat vectors, and the buffers that they read and write.
 
-Every vector has W equal shards; rank r owns shard r. Sums over ranks computed by this package are
-binary trees in rank order, so that their bits depend only on the addends.
+Every vector has one equal shard per rank. Sums over ranks that this package computes are binary
+trees in rank order, so that their bits depend only on the addends.
 """
 
 from collections import deque
@@ -98,8 +98,8 @@ class Collectives:
     def _gather_from_host(self, full: Tensor, shard: Tensor, unit: str) -> Work:
         """Copy the shard to the GPU on a side stream, then gather.
 
-        `full` is allocated and freed on the compute stream, so the copy waits for earlier work of
-        that stream, which in turn waits for the copy.
+        `full` is allocated and freed on the compute stream, so the copy waits for earlier work
+        on that stream, and the stream in turn waits for the copy.
         """
         assert self._copy_stream is not None
         self._copy_stream.wait_stream(torch.cuda.current_stream(full.device))
@@ -138,7 +138,7 @@ class Collectives:
     """Index of this process's sharded copy of the model, and the number of copies."""
 
     def end_step(self) -> None:
-        """Release memory that only an optimizer step needs. A collective."""
+        """Release memory that only an optimizer step needs."""
 
     def _all_gather(self, full: Tensor, shard: Tensor, unit: str) -> Work:  # noqa: ARG002
         return CompletedWork()
@@ -152,7 +152,7 @@ class Collectives:
 
 
 class GroupCollectives(Collectives):
-    """Collectives through torch's process group: NCCL, or gloo between machines."""
+    """Collectives through PyTorch's process group, with NCCL or gloo."""
 
     def __init__(
         self,
@@ -213,8 +213,8 @@ def tree_sum(parts: Sequence[Tensor], *, out: Tensor) -> None:
     """Add the parts pairwise: adjacent ones first, then the pairs, and so on.
 
     If their number is a power of two, the sums of the two halves are added last, so the result is
-    the same if two processes first sum one half each. `out` may be one of the parts; if there are
-    two, the other is not modified. Parts are converted to the dtype of `out` before they are added.
+    the same if two processes first sum one half each. `out` may be one of the parts; the others
+    are not modified. Parts are converted to the dtype of `out` before they are added.
     """
     if any(part.dtype != out.dtype for part in parts):
         blocks = zip(*(part.split(SUM_BLOCK) for part in (out, *parts)), strict=True)

@@ -109,7 +109,7 @@ def _create_memfd(num_bytes: int) -> int:
 
 
 class CollectivesOverCopies(Collectives):
-    """Collectives within one copy, and sums over all copies; all processes must construct it."""
+    """Collectives within a model copy, and sums over all copies. Its creation is a collective."""
 
     def __init__(self, device: torch.device, within: Collectives, across: Collectives) -> None:
         super().__init__(device, within.owner, within.group)

@@ -28,7 +28,7 @@ BLOCK = 262144
 """Number of elements converted to fp64 at once: 2 MiB, enough to amortize a call."""
 
 MAX_HOST_SUMS = 256
-"""Number of chunks per vector up to which their sums are added, exactly, on the host."""
+"""Maximum number of chunks per vector whose sums are added, exactly, on the host."""
 
 ROW_ELEMENTS = 4096
 """Row length of a sum: PyTorch distributes rows over threads but never splits such a short row,
@@ -107,8 +107,8 @@ class TreeSum:
     """A sum over any number of micro-batches on this process, added in a binary tree.
 
     It works like a binary counter: two sums of 2^k micro-batches become one of 2^(k + 1). If ranks
-    are also summed in a tree, and micro-batch i is on rank i modulo W, the tree over all
-    micro-batches is the same for every power of two W. It holds at most log2(micro-batches) + 1
+    are also summed in a tree, and micro-batch i is on rank i modulo W of W ranks, the tree over
+    all micro-batches is the same for every power of two W. It holds at most log2(micro-batches) + 1
     sums. `current` is the sum of the current micro-batch.
     """
 
@@ -153,7 +153,7 @@ class FlatGradients:
 
     A parameter's gradient, in the dtype of its weight, is added to an fp32 vector as soon as
     autograd has computed it, and `.grad` is reset to None. If there is one process and gradients
-    stay on its device, that vector is the sum; otherwise it is a buffer, reduce-scattered to sums.
+    stay on its device, that vector is the sum; otherwise it is a buffer that is reduce-scattered.
     """
 
     def __init__(self, flat: FlatParams, pool: BufferPool) -> None:

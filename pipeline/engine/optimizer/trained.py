@@ -103,7 +103,7 @@ class Masters:
             yield self.vector
 
     def from_weights(self) -> Float[Tensor, " n"]:
-        """Return the weights in fp32 on the optimizer's device, from disk if they are there."""
+        """Return a copy of the weights, which may be on disk, in fp32 on the optimizer's device."""
         disk, placement = self.flat.disk, self.flat.placement
         weights = self.weights if disk is None else disk.read()
         copy = self.flat.comm.empty(weights.numel(), torch.float32, placement.optimizer_device)

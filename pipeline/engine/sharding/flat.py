@@ -1,6 +1,6 @@
 """Parameters of one unit and one kind as one flat vector: the engine's data structure.
 
-The vector has W equal shards, one per process. The ZeRO stage (Rajbhandari et al. 2020) determines
+The vector has one equal shard per process. The ZeRO stage (Rajbhandari et al. 2020) determines
 what a process keeps between uses: everything, or its shard. As in BMTrain and FSDP, each block has
 one flat vector.
 """
@@ -26,7 +26,7 @@ All other implementations give the same bits for any split.
 """
 
 CHUNKS = 16
-"""Equal ranges of every vector, each with one sum for the gradient norm."""
+"""Number of equal ranges of a vector, each with one sum for the gradient norm; see `num_chunks`."""
 
 
 def num_chunks(world_size: int) -> int:

@@ -19,7 +19,7 @@ from pipeline.system.errors import ConfigError, OffloadError
 from pipeline.system.faults import fault_point
 
 ALIGNMENT = 4096
-"""Alignment of tensors: a multiple of a disk's block size."""
+"""Alignment of tensors in bytes: a multiple of a disk's block size."""
 
 
 class ScratchFile(io.FileIO):
@@ -294,6 +294,6 @@ class DiskShard:
             self._buffer = None
 
     def write(self, values: Tensor) -> None:
-        """Replace the shard."""
+        """Start replacing the shard's values on disk."""
         self.release()
         self.disk.write(self, values)

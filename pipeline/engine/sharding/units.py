@@ -27,7 +27,7 @@ class UnitParams:
     name: str
     module: nn.Module
     params: dict[str, nn.Parameter]
-    """Parameters by full name in the model; a tied parameter has its first name only."""
+    """Parameters by full name in the model; a tied parameter is listed under its first name."""
 
     outside_blocks: bool = False
     """True for parameters outside the blocks of a model with blocks."""
@@ -39,7 +39,7 @@ def find_units(model: nn.Module) -> list[UnitParams]:
     """Find the units of `model`, in the order of its modules but with the root unit last.
 
     Blocks are the layers that `transformers` can checkpoint or, if there are none, the entries of
-    the longest `nn.ModuleList` of one class. Of nested blocks only the outermost is used. A
+    the longest `nn.ModuleList` of one class. Of nested blocks only the outermost are used. A
     parameter that a block shares with anything outside belongs to the root.
     """
     blocks = _find_outermost(model, _find_blocks(model))
@@ -109,7 +109,7 @@ class UsesHead(nn.Module):
     """Calls a function that uses a model's output layer without calling the layer's module."""
 
     def forward(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
-        """Call the function; the matrix may be among its arguments."""
+        """Call the function; the layer's weight may be among its arguments."""
         return function(*args, **kwargs)
 
 

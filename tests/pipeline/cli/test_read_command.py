@@ -101,5 +101,5 @@ def test_command_uses_the_requested_number_of_threads(
 
 
 def test_zero_threads_raise() -> None:
-    with pytest.raises(ConfigError, match=r"^--threads must be a positive number of threads"):
+    with pytest.raises(ConfigError, match=r"^--threads must be a positive integer"):
         parse_command(GenerateConfig, [*REQUIRED_OPTIONS, "--threads", "0"], usage="", about="")

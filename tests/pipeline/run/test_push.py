@@ -114,7 +114,7 @@ def test_model_is_uploaded_with_a_card_and_failure_prints_a_command(
     ("name", "role", "message"),
     [
         ("a b", "write", "is not the name of a repository"),
-        ("me/chat", "read", "needs a token that can write"),
+        ("me/chat", "read", "needs a token with write access"),
         ("you/chat", "write", "me can only write to me, lab"),
     ],
 )
