@@ -3,7 +3,7 @@
     python -m benchmarks.device                 # software and peak rates of the device
     python -m benchmarks.device --show FILE     # rows as a table; exit code 1 if one is not ok
 
-A row is a line of JSON on standard output and in the file that the variable ROWS names, if any.
+A row is a line of JSON on standard output, and in the file named by the environment variable ROWS.
 """
 
 import json
@@ -28,7 +28,7 @@ from pipeline.system.logs import configure_logging
 
 ROWS = "ROWS"
 REPEATS = 20
-FALLBACKS = ("PyTorch is used instead", "attention pads", "decoding runs the model's modules")
+FALLBACKS = ("using PyTorch instead", "attention runs per sequence", "decoding in eager mode")
 """Prefixes of messages that report a missing kernel."""
 
 GPU = torch.cuda.is_available()
@@ -38,7 +38,7 @@ Row = dict[str, Any]
 
 
 def emit(part: str, *, ok: bool = True, **figures: Any) -> None:  # noqa: ANN401
-    """Print a row, and append it to the file that ROWS names, if any."""
+    """Print a row, and append it to the file named by ROWS, if set."""
     line = json.dumps({"part": part, "ok": ok, **figures}, default=str)
     print(line, flush=True)
     if ROWS in os.environ:
