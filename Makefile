@@ -6,7 +6,7 @@
 # make test-grid     GPU kernels: all cases, injected faults, every architecture; every model family
 #                    of transformers; every stage, family and format; ARM kernels if
 #                    g++-aarch64-linux-gnu and qemu-user are installed
-# make recipe NAME=c   a recipe of docs/recipes.md, in the current environment
+# make recipe NAME=c   a recipe from docs/recipes.md, in the current environment
 # make test-serve    the server with hundreds of disconnecting clients, and 20,000 fuzzed requests
 #
 # PYTHON selects the interpreter: make demo PYTHON=python3.12
@@ -32,7 +32,7 @@ demo:
 	@echo "The report is in $(OUTPUT)/report.html"
 	@echo "Chat, compare and rate: .venv/bin/python -m inference.serve --run $(OUTPUT)"
 
-# The commands of docs/recipes.md, with the environment's python. ARGS adds options for training.
+# The commands from docs/recipes.md, with the environment's python. ARGS adds training options.
 MODEL ?= HuggingFaceTB/SmolLM2-135M-Instruct
 DATA ?= data
 RUN = $(OUTPUT)/$(NAME)

@@ -32,7 +32,7 @@ def add_to_path() -> None:
 
 
 def __getattr__(name: str) -> Any:  # noqa: ANN401
-    """Import `Engine` and `process_group` on first use, after the program's own modules."""
+    """Import `Engine` or `process_group` on first use; a program's own modules take precedence."""
     if name not in ("Engine", "process_group"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if str(ROOT) not in sys.path:

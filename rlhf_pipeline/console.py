@@ -1,4 +1,4 @@
-"""The commands of an installed package.
+"""Console scripts of the installed package.
 
 `rlhf` is `train.py`, `rlhf-chat` is `chat.py`, `rlhf-serve` is `python -m inference.serve`.
 """

@@ -81,7 +81,7 @@ class Engine(engine.Engine):
         """Writer, and name of the stored frozen weights, by directory."""
 
     def save(self, directory: Path | str, progress: Mapping[str, Any] | None = None) -> None:
-        """Save the state, and `progress` as JSON, and wait for the files. A collective.
+        """Save the state, with `progress` as JSON, and wait until it is written. A collective.
 
         The two newest checkpoints are kept. A run killed at any instant can resume from one.
 
@@ -110,12 +110,12 @@ class Engine(engine.Engine):
             raise CheckpointError(failures[0])
 
     def resume(self, directory: Path | str) -> dict[str, Any] | None:
-        """Load the newest checkpoint and return its `progress`; return None if there is none.
+        """Load the newest checkpoint and return its `progress`, or None if there is no checkpoint.
 
         It may be from a different ZeRO stage or number of processes. A collective.
 
         Raises:
-            CheckpointError: no checkpoint is complete, or it is from another model or optimizer.
+            CheckpointError: no checkpoint is valid, or the newest is from a different model.
         """
         checkpoint = find_newest_valid(Path(directory), self.group)
         if checkpoint is None:

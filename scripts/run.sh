@@ -13,9 +13,9 @@
 # PYTHON         the interpreter; default: the active environment's, then that of `make demo`
 # NUM_PROCESSES  processes of single_node; default: one per GPU
 # HOSTFILE       machines of multi_node; default: the SLURM allocation
-# LAUNCH         further options of multi_node, such as "--include worker-0" (docs/scaling.md)
+# LAUNCH         more options for multi_node, such as "--include worker-0" (docs/scaling.md)
 # CORPUS         for step0_pretrain: token files or texts
-# ACTOR, CRITIC  for step 3: the outputs of steps 1 and 2; default: those below output/
+# ACTOR, CRITIC  for step 3: the outputs of steps 1 and 2; default: those in output/
 # CRITIC_STAGE   ZeRO stage of the critic; default: the actor's
 # METHOD         for step3_preference: dpo (default) or another method of docs/preference.md
 set -euo pipefail

@@ -50,8 +50,8 @@ class PretrainConfig(StepConfig):
 
     warm_start: Path | None = None
     """Directory of an earlier run of this step, whose newest checkpoint provides the weights and
-    the optimizer's state for training with other data, lengths or batches; null starts with only
-    the weights of `model.path`."""
+    the optimizer's state for training with different data, lengths or batch sizes; null starts
+    with only the weights of `model.path`."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -62,10 +62,11 @@ class PretrainConfig(StepConfig):
         return self.workload_of_rows(self.model, world)
 
     def check_corpus(self) -> None:
-        """Check that the data paths name a corpus, and that `warm_start` is a run's directory.
+        """Check that the data paths name a corpus, and that `warm_start` contains checkpoints.
 
         Raises:
-            DataError, ConfigError: there is no corpus, or `warm_start` has no checkpoints.
+            DataError: there is no corpus.
+            ConfigError: `warm_start` has no checkpoints.
         """
         from pipeline.data.store.corpus import find_paths
 

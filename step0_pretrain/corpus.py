@@ -28,7 +28,7 @@ class CorpusSettings:
     data: TextDataConfig
     vocabulary: Vocabulary
     bos: int | None
-    """Token that the tokenizer puts before text; None if it adds none."""
+    """Id of the token that the tokenizer prepends to text; None if it prepends none."""
 
     @classmethod
     def for_model(
@@ -83,14 +83,13 @@ def open_corpus(settings: CorpusSettings, *, batch_size: int, seed: int) -> Corp
     """Open the corpus.
 
     Raises:
-        DataError: a file can't be used or has another tokenizer, or no documents are left to
-            train on.
+        DataError: a file can't be used or has a different tokenizer, or no document is left.
     """
     data = settings.data
     paths = find_paths(data)
     files_by_path = [_open_files(path, settings) for path in paths]
     files = [rows for path_files in files_by_path for rows in path_files]
-    # A path's weight is spread over its rows; without any weights, all rows count equally.
+    # A path's weight is spread over its rows; if no path has a weight, all rows count equally.
     weighted = any(path.weight is not None for path in paths)
     weights: list[float] = []
     for path, path_files in zip(paths, files_by_path, strict=True):
@@ -124,9 +123,9 @@ def _open_files(path: CorpusPath, settings: CorpusSettings) -> list[Windows]:
 def _hold_out(
     files: Sequence[Windows], weights: Sequence[float], data: TextDataConfig
 ) -> tuple[list[TokenRow], HeldOut]:
-    """Return rows of held-out documents, taken from each file by its weight.
+    """Return evaluation rows, taken from each file by weight, and the test for held-out documents.
 
-    If no document's draw is within `eval_fraction`, the one with the smallest is held out.
+    If no document's draw is at most `eval_fraction`, the one with the smallest draw is held out.
     """
     max_rows, total = data.max_eval_rows, sum(weights)
     counts = [max(1, round(max_rows * weight / total)) for weight in weights]

@@ -87,7 +87,7 @@ def load_model(config: PretrainConfig, rows: Rows, run: Run) -> Pretraining:
 
 
 def take_step(lm: Pretraining, rows: Sequence[TokenRow], run: Run, *, step: int) -> None:
-    """Take one optimizer step on the rows without held-out documents, and log it."""
+    """Take one optimizer step on the rows, excluding held-out documents, and log it."""
     is_held_out = lm.rows.corpus.held_out.contains
     parts = [[row.without(is_held_out) for row in part] for part in split_rows(rows, lm.config)]
     local = [row for part in parts for row in part]

@@ -1,4 +1,4 @@
-"""Warm start: a run with the weights and optimizer state of an earlier one."""
+"""Start a run with the weights and optimizer state of an earlier one."""
 
 import logging
 from pathlib import Path
@@ -13,7 +13,7 @@ from pipeline.system.errors import CheckpointError
 logger = logging.getLogger(__name__)
 
 MODEL = "model"
-"""Name of the model in checkpoints of steps that train one."""
+"""Name of the model in checkpoints of steps that train a single model."""
 
 
 def warm_start(engine: Engine, directory: Path, world: Group) -> None:
@@ -23,7 +23,7 @@ def warm_start(engine: Engine, directory: Path, world: Group) -> None:
     schedule restarts.
 
     Raises:
-        CheckpointError: there is no usable checkpoint, or it is from another model or optimizer.
+        CheckpointError: there is no usable checkpoint, or it is from a different model.
     """
     checkpoint = find_newest_valid(directory / CHECKPOINTS, world)
     if checkpoint is None or MODEL not in checkpoint.state["engines"]:
@@ -35,7 +35,7 @@ def warm_start(engine: Engine, directory: Path, world: Group) -> None:
     engine.steps = 0
     logger.info(
         "warm start from %s after step %d: loading only weights and optimizer state; data, order,"
-        " batch, length, schedule and random numbers are from this run",
+        " batch size, length, schedule and random numbers are from this run",
         checkpoint.path,
         checkpoint.step,
     )

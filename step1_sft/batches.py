@@ -22,7 +22,7 @@ def encode(rows: Sequence[Example], chat: ChatFormat, config: SFTConfig) -> list
 
 
 def make_fit_check(chat: ChatFormat, config: SFTConfig) -> FitCheck[Example]:
-    """Build the check of which rows are truncated, and how many trained tokens they keep."""
+    """Build the check that finds truncated rows and counts the trained tokens each row keeps."""
     limit = config.data.max_length
 
     def fit(rows: Sequence[Example]) -> list[RowFit]:

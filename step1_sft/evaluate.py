@@ -59,8 +59,8 @@ class CompareConfig:
     """JSON file for the comparison; if null, it is only printed."""
 
     def __post_init__(self) -> None:
-        require(bool(self.baseline), "--baseline is missing: pass the model before training")
-        require(bool(self.model), "--model is missing: pass the model after training")
+        require(bool(self.baseline), "--baseline is missing: set it to the initial model")
+        require(bool(self.model), "--model is missing: set it to the trained model")
 
 
 def main(argv: Sequence[str]) -> None:

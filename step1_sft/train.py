@@ -104,7 +104,7 @@ def take_step(sft: SFTTraining, rows: Sequence[Encoded], run: Run, *, step: int)
 
 
 def make_task_evaluations(sft: SFTTraining) -> TaskEvaluations:
-    """Set up the evaluation tasks of the settings, for the current model."""
+    """Set up the configured evaluation tasks for the current model."""
     generating = HybridEngine(sft.engine, sft.model).generating
     return TaskEvaluations(sft.config, sft.rows.chat, generating)
 

@@ -1,8 +1,8 @@
 """Advantage estimators: how much better each token is than expected.
 
 Pure functions of tensors. Dimension names: B responses, T response tokens (padded; masks are True
-on real tokens), P prompts, G responses per prompt. A new estimator is a function, an entry in
-`ESTIMATORS`, a name in `step3_ppo.config`, and its needs in `step3_ppo.methods`.
+on real tokens), P prompts, G responses per prompt. To add an estimator, add its function to
+`ESTIMATORS`, its name to `step3_ppo.config`, and its requirements to `step3_ppo.methods`.
 """
 
 from collections.abc import Callable, Mapping
@@ -76,7 +76,7 @@ class RewardedResponses:
     their advantage is 0."""
 
     group_baseline: bool = False
-    """Whether `reinforce_pp` first subtracts the group's mean from scores."""
+    """Whether `reinforce_pp` first subtracts the group's mean score from each score."""
 
 
 @dataclass(frozen=True)
@@ -136,8 +136,8 @@ def grpo(rewarded: RewardedResponses) -> Estimate:
         A_i = (R_i - mean R) / (std R + 1e-4)
 
     R_i is the sum of a response's token rewards; mean and (sample) standard deviation are over its
-    group. If all scores of a group are equal, the advantages are exactly 0. Otherwise the KL
-    penalty, divided by its own small deviation, would count as much as a score.
+    group. If all scores of a group are equal, the advantages are exactly 0. Without this rule, the
+    KL penalty, divided by its own small standard deviation, would count as much as a score.
     """
     grouped, counted = group_returns(rewarded), split_groups(rewarded.counted, rewarded)
     scaled = center(grouped, counted) / (group_std(grouped, counted) + STD_FLOOR)
@@ -193,7 +193,7 @@ def reinforce_pp(rewarded: RewardedResponses) -> Estimate:
 
 
 def best_of_group(rewarded: RewardedResponses) -> Estimate:
-    """Assign 1 to each group's best response, 0 to the others (Dong et al., Yuan et al. 2023).
+    """Assign 1 to each group's best response and 0 to the others (Dong et al., Yuan et al. 2023).
 
     With the loss `none`, this gives the negative log-likelihood of the best responses (RAFT). Tied
     best responses share the 1; a group of equal returns has no best response.
@@ -211,7 +211,7 @@ def group_returns(rewarded: RewardedResponses) -> Float[Tensor, "P G"]:
 
 
 def split_groups(values: Tensor, rewarded: RewardedResponses) -> Tensor:
-    """Reshape (B) to (P, G), with values in float64."""
+    """Reshape (B) to (P, G), and convert floating-point values to float64."""
     widened = values.double() if values.is_floating_point() else values
     return widened.view(-1, rewarded.group_size)
 

@@ -32,7 +32,7 @@ from step3_ppo.reward_settings import (
 )
 
 LEARNING_RATES = {"actor": 1e-6, "critic": 9e-6}
-"""Default learning rates of full training."""
+"""Default learning rates for full fine-tuning, by role."""
 
 
 def adam(lr: float) -> OptimConfig:
@@ -47,7 +47,7 @@ class PPOConfig(TaskSettings, StepConfig, RewardSettings, GuardSettings):
     section: ClassVar[str] = "ppo"
 
     METHODS: ClassVar[Mapping[str, Mapping[str, Any]]] = METHODS
-    """The settings of each `method`."""
+    """Default settings of each `method`."""
 
     OPTIONS: ClassVar[Mapping[str, tuple[str, ...]]] = {
         **StepConfig.OPTIONS,
@@ -71,7 +71,7 @@ class PPOConfig(TaskSettings, StepConfig, RewardSettings, GuardSettings):
     }
 
     MINIMUMS: ClassVar[Mapping[str, str]] = {"rollout_size": "batch_size"}
-    """rollout_size is raised to the option's batch_size: a minibatch is part of one rollout."""
+    """--batch-size raises a smaller rollout_size, because a minibatch is part of one rollout."""
 
     output_dir: Path = Path("output/step3_ppo")
 
@@ -140,7 +140,7 @@ class PPOConfig(TaskSettings, StepConfig, RewardSettings, GuardSettings):
 
     drop_solved: float | None = None
     """Stop drawing a prompt once at least this fraction of its responses in a rollout, such as
-    0.875, has the maximum of each reward (docs/ppo.md); null keeps all prompts."""
+    0.875, have the maximum of each reward (docs/ppo.md); null keeps all prompts."""
 
     overlong_buffer: float = 0.0
     """Number of tokens before max_new_tokens over which the reward falls by up to 1 (Yu et al.
@@ -151,7 +151,7 @@ class PPOConfig(TaskSettings, StepConfig, RewardSettings, GuardSettings):
 
     correction: Literal["auto", "none", "truncate", "mask"] = "auto"
     """Importance weights of off-policy tokens: truncate caps them at correction_cap, mask zeroes
-    those beyond it (TIS, IcePop), auto truncates if rollout_gap exceeds correction_threshold."""
+    those beyond it (TIS, IcePop); auto truncates if rollout_gap exceeds correction_threshold."""
 
     correction_threshold: float = 1e-3
     """Threshold for the mean absolute difference in log-probability per token, in nats."""
@@ -166,8 +166,8 @@ class PPOConfig(TaskSettings, StepConfig, RewardSettings, GuardSettings):
     """Concurrent responses per process; does not affect the result."""
 
     inference_tp_size: int = 1
-    """Tensor-parallel size for generation; must divide the numbers of processes and of attention
-    heads."""
+    """Tensor-parallel size for generation; must divide the number of processes and the number of
+    attention heads."""
 
     replica: Literal["release", "resident"] = "release"
     """Memory of weights gathered, merged or sharded for generation: release frees it for training,
@@ -181,8 +181,8 @@ class PPOConfig(TaskSettings, StepConfig, RewardSettings, GuardSettings):
     """Maximum tokens per prompt; rows with longer prompts are dropped and counted."""
 
     max_new_tokens: int = 256
-    """Maximum tokens per response, including its end-of-turn token. If all rewards of your own
-    model come from programs, train.py's default is 1024, or 4096 for a thinking model."""
+    """Maximum tokens per response, including its end-of-turn token. If you train your own model
+    with rewards from programs only, train.py's default is 1024, or 4096 for thinking models."""
 
     temperature: float = 1.0
     """Sampling temperature, also applied to all log-probabilities."""
@@ -561,8 +561,8 @@ def _check_groups(config: PPOConfig, needs: EstimatorNeeds) -> None:
     )
     require(
         config.baseline == "none" or has_groups,
-        "ppo.baseline group is the mean of the responses to a prompt: set ppo.group_size to 2 or"
-        " more",
+        "ppo.baseline group is the mean score of the responses to a prompt: set ppo.group_size to 2"
+        " or more",
     )
     require(
         config.dynamic_sampling == 0 or has_groups,
@@ -578,7 +578,7 @@ def _check_groups(config: PPOConfig, needs: EstimatorNeeds) -> None:
     )
     require(
         needs.discount or config.gamma == 1,
-        f"ppo.gamma {config.gamma} discounts the returns of a critic, but ppo.advantage"
+        f"ppo.gamma {config.gamma} discounts later rewards, but ppo.advantage"
         f" {config.advantage} sums a response's rewards undiscounted; leave it at 1",
     )
 
@@ -692,6 +692,6 @@ def _check_scores(config: PPOConfig) -> None:
         require(
             config.uses_reward_model or value in (None, default),
             f"ppo.{name} applies to a reward model's score, but ppo.rewards has no reward model;"
-            " other rewards are used unchanged. To penalize unfinished responses, add a source of"
-            " kind length, or a function that reads `stopped`",
+            " omit it. To penalize unfinished responses, add a source of kind length, or a function"
+            " that reads `stopped`",
         )

@@ -66,7 +66,7 @@ def gkd_loss(
     temperature: float,
     tile: int | None = None,
 ) -> tuple[Float[Tensor, ""], Float[Tensor, " K"], Float[Tensor, " K"]]:
-    """Return the weighted sum of `generalized_jsd`, and log pi and the reverse KL for metrics.
+    """Return the weighted sum of `generalized_jsd` and, for metrics, log pi and the reverse KL.
 
     Gradients are computed together with the loss, one tile of targets at a time. The divergences
     ignore token ids that only one of the models has, since these are padding.

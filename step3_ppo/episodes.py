@@ -100,7 +100,7 @@ def run_episodes(
     group_size: int = 1,
     on_response: OnResponse | None = None,
 ) -> list[EpisodeResponse]:
-    """Play an episode for each prompt, in order, within the limits of the settings.
+    """Run an episode for each prompt, within the limits in the settings; return them in order.
 
     Args:
         model: a causal language model, plain or with adapters.

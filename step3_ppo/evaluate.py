@@ -1,4 +1,4 @@
-"""Evaluation on held-out prompts: during a run, of the best actor, and of the exported one."""
+"""Evaluation on held-out prompts: of the initial actor, during a run, and of the exported actor."""
 
 import logging
 import math

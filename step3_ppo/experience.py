@@ -60,7 +60,7 @@ class Experience:
     """Prompt and response; the actor's tokens are the trained ones."""
 
     stopped: Bool[Tensor, " B"]
-    """Whether the response ended with a stop token."""
+    """Whether a stop token ended the response, or the environment ended the episode."""
 
     mask: Bool[Tensor, "B T"]
     """True on response tokens, including the end-of-turn token."""
@@ -111,7 +111,7 @@ class Minibatch:
     """0 for tokens that are excluded from all losses, otherwise 1."""
 
     correction: Float[Tensor, " K"] | None
-    """Importance weights of `step3_ppo.losses`; None without a correction."""
+    """Importance weights from `step3_ppo.losses`; None without a correction."""
 
     kl_coef: float
     """Weight of the KL penalty in the loss."""
@@ -429,14 +429,14 @@ RATIO_LIMITS = {True: 1e-3, False: 0.5}
 
 
 class OffPolicyError(RuntimeError):
-    """The policy in training differs from the one that generated the rollout."""
+    """The policy being trained differs from the one that generated the rollout."""
 
 
 def check_rollout_gap(gap: float, models: Models, *, max_gap: float = 0.0) -> None:
-    """Stop if generation's log-probabilities are not those of the trained weights.
+    """Stop if generation's log-probabilities are not those of the weights being trained.
 
     Rounding causes a mean gap of up to 3e-2 nats in lower precision (extreme adapter weights merged
-    into bf16) and 1e-6 in fp32. A wrong merge or position shows in the mean, or at a few tokens.
+    into bf16) and 1e-6 in fp32. A wrong merge or position shows up in the mean or at a few tokens.
 
     Args:
         gap: mean absolute difference in nats.
@@ -471,7 +471,8 @@ def check_first_update(ratio_error: float, models: Models) -> None:
     if ratio_error > limit:
         raise OffPolicyError(
             f"the policy ratio of the first minibatch differs from 1 by {ratio_error:.2g}, above"
-            f" {limit}: masks, positions or precision differ between scoring and training"
+            f" {limit}: masks, positions or precision differ between scoring and training. Please"
+            " report this problem and the model's name"
         )
 
 

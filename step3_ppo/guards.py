@@ -36,7 +36,7 @@ MESSAGES: Mapping[str, str] = {
     "dead_groups": "{dead_groups:.0%} of prompts have responses with equal rewards, above"
     " {limit:.0%}: they give no gradient; use other prompts, or set ppo.dynamic_sampling",
     "reward_failures": "{reward_failures:.0%} of responses have no reward, above {limit:.0%}: check"
-    " why they failed, or raise ppo.reward_timeout",
+    " why sources failed, or raise ppo.reward_timeout",
     "rollout_gap": "generation and training differ by {rollout_gap:.2g} nats per token, above"
     " {limit:g}: responses are off-policy; set ppo.correction, or use a higher precision",
 }
@@ -131,7 +131,7 @@ def slope_in_errors(values: Sequence[float], errors: Sequence[float]) -> float:
     """Return the slope of the least-squares line through equally spaced means, in standard errors.
 
     With centered positions t: slope = sum(t y) / sum(t^2), with variance sum(t^2 e^2) / sum(t^2)^2,
-    where e are the standard errors. The result is infinite if only the slope is nonzero.
+    where e are the standard errors. If these are all 0, a nonzero slope becomes infinite.
     """
     positions = _centered_positions(len(values))
     rise = math.fsum(t * y for t, y in zip(positions, values, strict=True))

@@ -239,7 +239,7 @@ class Weighting:
         """Return weights relative to 1 / `num_tokens`, for tokens of responses of these `lengths`.
 
         token: every token has the weight 1 (Yu et al. 2025, eq. 8).
-        sequence: every response has the same weight, 1 / (B n_i) (Shao et al. 2024, eq. 3).
+        sequence: each of the n tokens of a response weighs 1 / (B n) (Shao et al. 2024, eq. 3).
         constant: every token weighs 1 / (B L) for responses of at most L tokens (Liu et al. 2025).
         """
         if self.aggregate == "token":

@@ -114,4 +114,4 @@ METHODS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         ),
     }
 )
-"""Settings by method that differ from the defaults; docs/methods.md describes when to use which."""
+"""Settings by method that differ from the defaults; docs/methods.md describes when to use each."""

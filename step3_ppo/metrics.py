@@ -78,7 +78,7 @@ def kl_statistics(
 ) -> dict[str, float]:
     """Estimate the KL to the reference in nats per response, by k1 (`kl`) and by k3 (`kl_k3`).
 
-    Only the `counted` responses are used, by default all. Empty without a reference.
+    Only the `counted` responses are used, by default all. The result is empty without a reference.
     """
     if experience.ref_logprobs is None:
         return {}
@@ -104,10 +104,10 @@ def critic_statistics(rollout: Rollout) -> dict[str, float]:
 
 
 def group_statistics(rollout: Rollout) -> dict[str, float]:
-    """Compute the mean standard deviation of groups, and the fraction that have equal rewards.
+    """Compute the groups' mean standard deviation, and the fraction of groups with equal rewards.
 
     `dead_right` is the fraction of groups with equal rewards above 0, and `dead_wrong` that of the
-    other groups with equal rewards. Empty with one response per prompt.
+    other groups with equal rewards. The result is empty with one response per prompt.
     """
     if rollout.group_size == 1:
         return {}
@@ -132,9 +132,9 @@ def group_statistics(rollout: Rollout) -> dict[str, float]:
 
 
 def correction_statistics(rollout: Rollout) -> dict[str, float]:
-    """Compute the mean weight, and the effective sample size (Kish 1965) divided by the tokens.
+    """Compute the mean weight, and the effective sample size (Kish 1965) as a fraction of tokens.
 
-    Empty without a correction.
+    The result is empty without a correction.
     """
     if rollout.correction is None:
         return {}

@@ -104,7 +104,7 @@ class RewardTextEncoder:
 
 
 def reward_chat(tokenizer: PreTrainedTokenizerBase, reward: FrozenModelConfig) -> ChatFormat | None:
-    """Return the chat format of a reward model that reads text; None if it takes actor tokens.
+    """Return the chat format of a reward model that reads text; None if it reads actor tokens.
 
     Raises:
         ModelError: the reward model has a different tokenizer and no chat template.
@@ -223,9 +223,9 @@ class Models:
     critic: Engine | None
     """The critic's engine; None if the advantage estimator needs none."""
     reference: Reference | None
-    """The reference, or a teacher; None if neither is used."""
+    """The reference, or a teacher; None if neither is loaded."""
     teacher: ServedTeacher | None
-    """The teacher, if it runs on a server."""
+    """The teacher, if a server runs it; otherwise None."""
     reward: RewardModel | None
     """The reward model; None if only programs reward the responses."""
     sources: RewardSources
@@ -284,9 +284,9 @@ def load_models(
     """Load the models for `iterations` rollouts; `sources` are created from `config` by default.
 
     Raises:
-        ModelError: a model is missing, or actor, critic and reward model have different
-            vocabularies.
-        ConfigError: the number of processes is not divisible by `config.inference_tp_size`.
+        ModelError: a model is missing, or has a different tokenizer or chat format from the actor.
+        ConfigError: the number of processes is not divisible by `config.inference_tp_size`, or
+            prompt and response may exceed a model's context.
     """
     device, tokenizer = local_device(), chat.tokenizer
     mesh = current_mesh()
@@ -415,8 +415,8 @@ def load_reference(
 ) -> Reference | None:
     """Load the teacher, or the reference (by default the initial actor), sharded like the actor.
 
-    None if a server runs the teacher, or if the KL is neither penalized nor measured. With LoRA,
-    the default is the base with the adapter disabled, which needs no second copy.
+    Return None if a server runs the teacher, or if the KL is neither penalized nor measured. With
+    LoRA, the default is the base with the adapter disabled, which needs no second copy.
     """
     role = config.reference_role
     if role is None and config.is_distillation:

@@ -108,9 +108,8 @@ def measure_scores(
     num_finished, num_responses = current_mesh().data.sums([stopped.sum().item(), len(responses)])
     if num_finished < 2:
         logger.warning(
-            "only %d of %d responses in the first rollout are finished, so the reward model's"
-            " scores are normalized over unfinished responses too; raise ppo.max_new_tokens",
-            num_finished,
+            "fewer than two of the %d responses in the first rollout are finished, so scores"
+            " are normalized over all responses, even unfinished ones; raise ppo.max_new_tokens",
             num_responses,
         )
         stopped = torch.ones_like(stopped)
@@ -268,8 +267,8 @@ def standard_error(values: Float[Tensor, " B"], *, group_size: int) -> float:
     """Return the standard error of the mean of the known values, over all processes.
 
     Responses to the same prompt are not independent, so prompts are the clusters (Liang and Zeger
-    1986, with the factor G / (G - 1) for G prompts): sqrt(sum_g (sum_i x_i - m)^2 G / (G - 1)) / n.
-    With one response per prompt, it is the standard deviation divided by sqrt(n).
+    1986, with the factor G / (G - 1) for G prompts). For n values x_i with mean m, the result is
+    sqrt(sum_g (sum_i (x_i - m))^2 G / (G - 1)) / n; with one response per prompt, std / sqrt(n).
 
     Args:
         values: value of each response; NaN if unknown.

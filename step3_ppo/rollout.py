@@ -85,8 +85,8 @@ class Prompts:
     def next_batch(self, groups: Sequence[int] | None = None) -> PromptBatch:
         """Draw the next prompts, one for each of these groups of a rollout, by default for all.
 
-        A prompt's process depends on its group; its random numbers depend on the number of prompts
-        that the run has drawn before and on the number of rollbacks.
+        A prompt's process depends on its group; its random numbers depend on the prompt's position
+        in the stream and on the number of rollbacks.
         """
         groups = range(self.stream.batch_size) if groups is None else groups
         position = self.stream.position
@@ -135,7 +135,7 @@ class Prompts:
 
 
 def _is_solved(sources: Sequence[tuple[SourceResults, float]], index: int) -> bool:
-    """Return whether a response has the maximum of all rewards that apply, and none failed."""
+    """Return whether a response has the maximum of all rewards that apply, and no source failed."""
     if any(results.failures[index] for results, _ in sources):
         return False
     values = [(results.values[index], maximum) for results, maximum in sources]
@@ -268,11 +268,11 @@ def sample_rollout(models: Models, prompts: Prompts, config: PPOConfig) -> Sampl
     dead = config.dynamic_sampling and _groups_to_redo(models, scores, rewards, responses, config)
     if dead:
         logger.info(
-            "after %d refills, the responses to %d of %d prompts still have equal rewards, which"
-            " give no gradient",
-            refills,
+            "the responses to %d of %d prompts still have equal rewards, which give no gradient"
+            " (prompts replaced: %d)",
             len(dead),
             config.prompts_per_rollout,
+            refills,
         )
     metrics = episode_statistics(responses, config)
     metrics |= {"refills": float(refills)} if config.dynamic_sampling else {}

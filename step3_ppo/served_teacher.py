@@ -45,7 +45,7 @@ class ServedTeacher:
         parts = urlsplit(root)
         require(
             key is None or parts.scheme == "https" or is_local(parts.hostname or ""),
-            f"--teacher {url} would send {KEY_VARIABLE} unencrypted; use https://, or unset it",
+            f"--teacher {url} would send {KEY_VARIABLE} unencrypted; use https:// or unset the key",
         )
         self._completions = Endpoint(f"{root}/v1/completions", TIMEOUT_SECONDS, ATTEMPTS, key)
         self._tokenize = Endpoint(f"{root}/tokenize", TIMEOUT_SECONDS, 1, key)

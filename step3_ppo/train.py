@@ -116,7 +116,7 @@ def set_up(
 
 
 def apply_rollbacks(ppo: Setup) -> None:
-    """Halve the learning rate and double `kl_coef` for each rollback; sample other responses."""
+    """Halve the learning rate and double `kl_coef` per rollback; sample different responses."""
     rollbacks = ppo.guards.rollbacks
     for engine in ppo.models.trained.values():
         engine.lr_scale = 0.5**rollbacks
@@ -218,7 +218,7 @@ def export_models(models: Models, ema: Ema | None, run: Run, *, best: BestWeight
     """Export the actor and, if they exist, the critic and the averaged actor.
 
     The best actor is exported if it was kept, and stays in the engine. The average is over all
-    updates, and the critic is the last one.
+    updates, and the critic is exported with its last weights.
     """
     passes = models.policy_passes
     if ema is not None:

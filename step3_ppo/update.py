@@ -203,9 +203,9 @@ def pretrain_critic(
 ) -> None:
     """Train only the critic on the first rollout (Yuan et al. 2025, arXiv:2503.01491).
 
-    A reward model is not trained to score inner tokens, so as values its scores are worse than a
-    constant. Targets are returns with lambda 1, which don't depend on the critic's values. Values
-    may change freely (no `value_clip`), since the actor has not learned from them yet.
+    A reward model is not trained to score intermediate tokens, so its scores estimate values worse
+    than a constant does. Targets are returns with lambda 1, which don't depend on the critic. Its
+    values may change freely (no `value_clip`), since the actor has not learned from them yet.
     """
     assert models.critic is not None
     config = replace(config, lam=1.0, value_clip=None)
@@ -283,7 +283,7 @@ def _reduce_metrics(
 ) -> dict[str, float]:
     """Compute means per token, and maxima, over all micro-batches and processes.
 
-    In a pipeline, the last stage has the inputs.
+    In a pipeline, only the last stage has the metrics of the micro-batches.
     """
     data = current_mesh().data
     numbers = iter(read_scalars([value for part in parts for value in part.values()]))

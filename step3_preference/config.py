@@ -50,7 +50,7 @@ METHODS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "kto": _row(loss="kto"),
     }
 )
-"""Settings by method; docs/preference.md describes when to use which."""
+"""Settings by method; docs/preference.md describes when to use each."""
 
 Signal = Literal["kl", "kl_per_token", "chosen_nll", "response_length", "stop_rate", "repetition"]
 
@@ -118,7 +118,7 @@ class PreferenceConfig(TaskSettings, EarlyStopping, GuardSettings):
     section: ClassVar[str] = "preference"
 
     METHODS: ClassVar[Mapping[str, Mapping[str, Any]]] = METHODS
-    """The settings of each `method`."""
+    """Default settings of each `method`."""
 
     OPTIONS: ClassVar[Mapping[str, tuple[str, ...]]] = {
         **StepConfig.OPTIONS,
@@ -195,7 +195,7 @@ class PreferenceConfig(TaskSettings, EarlyStopping, GuardSettings):
 
     too_long: Literal["cut_prompt", "drop"] = "cut_prompt"
     """For rows longer than data.max_length: cut_prompt truncates the prompt at its beginning,
-    equally for both responses; drop skips them, as always if the responses alone are too long."""
+    equally for both responses, and skips rows whose responses are too long; drop skips all."""
 
     max_prompt_length: int = 256
     """Maximum tokens per held-out prompt; longer ones are dropped and counted."""

@@ -83,7 +83,7 @@ def evaluate_rows(
 
 
 def compute_order_accuracy(parts: Sequence[Mapping[int, float]], rows: Sequence[Row]) -> float:
-    """Return the fraction of (good, bad) pairs in the right order, with ties counted as half.
+    """Return the fraction of (good, bad) pairs in the correct order, counting ties as half.
 
     Args:
         parts: values by row index; each row is in exactly one part.
@@ -395,7 +395,7 @@ def warn_if_not_improved(
     best: BestWeights,
     config: PreferenceConfig,
 ) -> None:
-    """Warn if the held-out loss did not improve, or if chosen responses also became less likely."""
+    """Warn if the held-out loss did not improve, or if both sides of pairs became less likely."""
     method = method_title(config.method)
     if best.step == 0 and best.last_step > 0:
         logger.warning(
@@ -409,8 +409,8 @@ def warn_if_not_improved(
     drops = {name: before[name] - after[name] for name in ("logp_chosen", "logp_rejected")}
     if drops["logp_chosen"] > 0.1 * abs(before["logp_chosen"]) and drops["logp_rejected"] > 0:
         logger.warning(
-            "held-out chosen responses have also become less likely: %.3g nats per token, "
-            "initially %.3g; to counteract this, raise preference.nll_coef",
+            "held-out chosen responses, like rejected ones, have become less likely (%.3g nats per "
+            "token, initially %.3g); to counteract this, raise preference.nll_coef",
             after["logp_chosen"],
             before["logp_chosen"],
         )

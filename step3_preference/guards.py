@@ -11,7 +11,7 @@ MESSAGES: Mapping[str, str] = {
     "kl": "the KL to the initial actor is {kl:.3g} nats per response, above {limit:g}; raise"
     " preference.beta or lower preference.model.{rate}",
     "kl_per_token": "the KL to the initial actor is {value:.3g} nats per token, above {limit:g}:"
-    " the actor may have unlearned much; raise preference.beta or lower preference.model.{rate}",
+    " the actor may have lost abilities; raise preference.beta or lower preference.model.{rate}",
     "chosen_nll": "the log-probability of held-out chosen responses fell from"
     " {first[logp_chosen]:.3g} to {logp_chosen:.3g} nats per token, by more than {limit:g}: the"
     " loss rewards only the margin over rejected responses; " + REMEDY,

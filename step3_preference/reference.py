@@ -132,7 +132,7 @@ def _require_trainable(
     if not outcomes["complete"] + outcomes["truncated"]:
         limit = f"raise data.max_length above {config.data.max_length}, or inspect the rows"
         raise DataError(
-            f"none of the {total} {name} rows can be trained on"
+            f"none of the {total} {name} rows can be used"
             f" ({_describe_skipped(outcomes)}); {limit if outcomes['too long'] else 'inspect them'}"
             " with `python -m pipeline.data.inspect`"
         )
@@ -178,7 +178,7 @@ class InitialActor:
 
 
 def log_probabilities(passes: Passes, batches: Sequence[RowBatch]) -> list[Float[Tensor, " S"]]:
-    """Compute each response's log-probability, without gradients; only the last stage has any."""
+    """Compute the responses' log-probabilities without gradients; only the last stage has them."""
     engine = passes.engine
     with evaluating(engine.model):
         return passes.forward(batches, lambda batch: batch.sums(engine(batch.tokens).logprobs))
@@ -232,7 +232,7 @@ class Reference:
         return [BatchWithReference(*pair) for pair in zip(batches, logprobs, strict=True)]
 
     def row_logprobs(self, indices: Sequence[int]) -> Float[Tensor, "B 2"] | None:
-        """Return the log-probabilities of these training rows; None if computed on the fly."""
+        """Return these training rows' log-probabilities; None if they are computed on the fly."""
         return None if self.table is None else self.table.train[list(indices)]
 
     @property
@@ -339,7 +339,7 @@ def _read_table(path: Path, table_key: str) -> ReferenceTable | None:
 def _compute_table(
     initial_actor: InitialActor, total_steps: int, store: RowStore, config: PreferenceConfig
 ) -> ReferenceTable:
-    """Compute the table in the training batches, so that it matches the first step bitwise."""
+    """Compute the table from the training batches, so that it matches the first step bitwise."""
     stream = RowStream(num_rows=len(store), batch_size=config.batch_size, seed=config.seed)
     passes, held_out = initial_actor.passes, store.held_out
     train: dict[tuple[int, int], float] = {}

@@ -72,7 +72,7 @@ ERRORS = {
         "method grpo: there is no setting ppo.foo; --help lists the settings"
     ),
     "--method ppo grpo rloo --ppo.gamma 0.9": (
-        "method grpo: ppo.gamma 0.9 discounts the returns of a critic, but ppo.advantage dr_grpo"
+        "method grpo: ppo.gamma 0.9 discounts later rewards, but ppo.advantage dr_grpo"
         " sums a response's rewards undiscounted; leave it at 1"
     ),
 }
