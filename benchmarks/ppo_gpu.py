@@ -149,7 +149,7 @@ def load_ppo(
 
 
 def iterate(models: Models, config: PPOConfig, *, step: int, vocabulary: int) -> Row:
-    """Run an iteration on random prompts; return its seconds, peak memory and checked values.
+    """Run an iteration on random prompts; return its times, peak memory and metrics.
 
     Raises:
         OffPolicyError: generation and training disagree on log-probabilities.
@@ -195,7 +195,7 @@ def iterate(models: Models, config: PPOConfig, *, step: int, vocabulary: int) ->
 
 
 def measure(directory: Path, vocabulary: int, args: argparse.Namespace) -> Row:
-    """Report iterations; return their medians, with the planned and reserved memory."""
+    """Run and report iterations; return their medians, with the planned and reserved memory."""
     prompt, answer = (16, 8) if args.tiny else (PROMPT, ANSWER)
     config, models = load_ppo(
         directory,
@@ -228,7 +228,7 @@ def measure(directory: Path, vocabulary: int, args: argparse.Namespace) -> Row:
 
 
 def measure_decoding(models: Models, prompt: int, args: argparse.Namespace) -> None:
-    """Report decoding steps with several numbers of rows; with one, also the bandwidth share."""
+    """Report decoding steps for several numbers of rows; for one row, also the bandwidth share."""
     sampler = Sampler(temperature=1.0, seed=0)
     with models.hybrid_engine.generating() as actor:
         floor = sum(param.nbytes for param in actor.parameters()) / copy_bandwidth()
@@ -245,7 +245,7 @@ def measure_decoding(models: Models, prompt: int, args: argparse.Namespace) -> N
 
 
 def measure_training(models: Models, length: int, args: argparse.Namespace) -> None:
-    """Report forward and backward of an actor's micro-batch, and its optimizer step."""
+    """Report the forward and backward pass of an actor's micro-batch, and its optimizer step."""
     rows = [Encoded([5] * length, [False] + [True] * (length - 1))] * args.micro_batch
     batch = collate(rows).to(DEVICE)
 

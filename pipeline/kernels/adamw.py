@@ -69,7 +69,7 @@ class Weights:
         return {name: value for name, value in vars(self).items() if value is not None}
 
     def narrow(self, span: slice) -> "Weights":
-        """Return a range of the elements."""
+        """Return a range of the elements of each vector."""
         return Weights(**{name: value[span] for name, value in self.tensors().items()})
 
 

@@ -211,7 +211,7 @@ def is_amd() -> bool:
 def has_avx512_bf16() -> bool:
     """Return whether an x86 processor has instructions that multiply bf16.
 
-    `ONEDNN_MAX_CPU_ISA` disables them, as it does in oneDNN.
+    `ONEDNN_MAX_CPU_ISA` can disable them, as in oneDNN.
     """
     limit = os.environ.get("ONEDNN_MAX_CPU_ISA", "").upper()
     if limit and limit != "ALL" and "BF16" not in limit and "AMX" not in limit:

@@ -62,7 +62,7 @@ class Position:
 
     @contextmanager
     def waiting(self, ranks: Sequence[int], reason: str = "") -> Iterator[None]:
-        """Context manager in which this process waits for these processes.
+        """Context manager that marks this process as waiting for these ranks.
 
         `reason` describes the wait if it is not for a collective that this process has entered.
         """

@@ -65,7 +65,7 @@ def consolidate(options: argparse.Namespace) -> None:
     checkpoint = Checkpoint.open(path)
     checkpoint.verify()
     write(checkpoint, options.model or next(iter(checkpoint.state.get("models", {})), "model"), out)
-    print_output(f"{out} holds the model after step {checkpoint.step}")
+    print_output(f"wrote the model after step {checkpoint.step} to {out}")
 
 
 def _checkpoints(path: Path) -> list[Path]:

@@ -282,7 +282,7 @@ class NormReducer:
         self._num_local = len(units)
 
     def reduce(self, squares: Sequence[float]) -> Sequence[float]:
-        """Return the values of all processes' vectors, with as many per vector as were given.
+        """Return the values for all of `units`, with as many per unit as in `squares`.
 
         Each value is nonzero on one process only, so that the all-reduce is exact.
         """

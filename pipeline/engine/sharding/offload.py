@@ -280,7 +280,7 @@ class DiskShard:
             self.disk.store.read(self.name, self._buffer)
 
     def read(self) -> Shaped[Tensor, " k"]:
-        """Return the shard in memory, valid until `release`."""
+        """Read the shard into memory; the result is valid until `release`."""
         self.start_read()
         assert self._buffer is not None
         self.disk.store.wait(self.name)
