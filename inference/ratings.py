@@ -35,7 +35,7 @@ class RatingsFile:
     """Appends ratings to a file, from any thread.
 
     Raises:
-        ConfigError: the file can't be written.
+        UserError: the file can't be written, or one of its lines is not a rating.
     """
 
     def __init__(self, path: Path) -> None:

@@ -48,7 +48,7 @@ def template_columns(template: str, name: str) -> frozenset[str]:
         raise ConfigError(f"{where}: {error}; write {{{{ and }}}} for literal braces") from None
     if "response" not in fields or not all(field.isidentifier() for field in fields):
         raise ConfigError(
-            f"{where} must have {{response}}, and otherwise only columns in braces; it has"
+            f"{where} must contain {{response}}, and only names in braces; it contains"
             f" {', '.join(sorted(fields)) or 'none'}"
         )
     return frozenset(fields - {"prompt", "response", *_SCALE_FIELDS})

@@ -103,7 +103,7 @@ def _run_isolated(job: dict, status: int) -> int:
 
 
 def _map_users(member: int) -> None:
-    """Map the users of the new namespace to nobody, and to root if this process is root."""
+    """Map nobody in the namespace to this user, or root and nobody to themselves if it is root."""
     user, group = os.geteuid(), os.getegid()
     if user == 0:
         # RLIMIT_NPROC does not apply to root, so the program runs as nobody.
@@ -220,7 +220,7 @@ def _exec_program(job: dict) -> None:
 
 
 def _restrict_files(readable: list[str], directory: str) -> None:
-    """Restrict file access with Landlock: the program can only read Python's files."""
+    """Restrict file access with Landlock to the program's directory and, for reading, Python's."""
     version = check_syscall("landlock", libc.syscall(LANDLOCK_CREATE, None, 0, LANDLOCK_VERSION))
     all_rights = (1 << ACCESS_BY_VERSION.get(version, 16)) - 1
     handled = ctypes.c_uint64(all_rights)

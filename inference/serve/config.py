@@ -53,7 +53,7 @@ class ServeConfig:
 
     prefix_reuse: Literal["client", "all", "off"] = "client"
     """Clients whose keys and values a prompt with a common prefix may reuse: client (only those
-    with the same key or address), all, or off (none)."""
+    with the same key or address), all, or off."""
 
     prefill_chunk: int | None = None
     """Maximum prompt tokens processed between two tokens of running responses; null uses 64 on a

@@ -38,9 +38,9 @@ class Piece:
     num_reused: int = 0
     """Number of prompt tokens whose keys and values were reused; 0 after the first piece."""
     finish: Literal["stop", "length"] | None = None
-    """The reason why the response ended; None if it hasn't."""
+    """The reason why the response ended; None if it hasn't ended."""
     error: str | None = None
-    """The reason why the response failed; None if it hasn't."""
+    """The reason why the response failed; None if it hasn't failed."""
 
     def join(self, later: "Piece") -> None:
         """Append the next piece."""

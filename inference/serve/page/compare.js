@@ -23,7 +23,7 @@ export function compareView(container, server, query) {
   const klCheckbox = element("input", { type: "checkbox" });
   let controller = null;
   let rating = null;
-  const hint = "Prompt: Enter sends it to all models";
+  const hint = "Prompt: Enter sends it to the chosen models";
   const { input, sendButton, bar } = composer("Prompt", hint, "Compare", run, () => controller, true);
   input.value = query.get("prompt") ?? "";
   const results = element("div", {});
