@@ -171,6 +171,7 @@ class ChatFormat:
         """Render the text of a dialogue, as `apply_chat_template` does.
 
         Raises:
+            ConfigError: the template has a syntax error.
             DataError: the template can't render the dialogue, or ignores its tools.
         """
         tools = messages[0].tools
@@ -449,8 +450,8 @@ class ChatFormat:
         prompt ends with an assistant turn, the response continues it. Errors name `origin`.
 
         Raises:
-            DataError: the template can't render the dialogue; or, with `origin`, the response has
-                thinking, but the prompt closes the thinking block.
+            DataError: `response` doesn't end in an assistant turn or can't be rendered; or, with
+                `origin`, it has thinking although the prompt closes the thinking block.
         """
         if not response or response[-1].role != "assistant":
             raise DataError("a response must end in an assistant turn")

@@ -136,7 +136,7 @@ def resolve_format(
         arguments: arguments to store in the template.
 
     Raises:
-        ConfigError: there is no such format, or it has no such argument.
+        ConfigError: the format does not exist, has no such argument, or has a syntax error.
         ModelError: the tokenizer lacks what the format needs.
         DataError: the template can't be split into prompts and responses.
     """

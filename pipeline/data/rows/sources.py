@@ -201,7 +201,7 @@ def _read_file(path: Path) -> list[Row]:
             f"data path {path}: the file name must end with one of {', '.join(SUFFIXES)}"
         )
     if not rows:
-        raise DataError(f"{path} has no rows")
+        raise DataError(f"{path} has no rows; add some, or remove the path")
     return rows
 
 
@@ -337,9 +337,9 @@ def choose_splits(
 ) -> tuple[str, list[str]]:
     """Return the training split that `step` reads, and the matching test splits, if any.
 
-    The training split is `requested`, else `train`, else the only one whose name starts with it,
-    else the one named for the step. The test split has the same suffix or none; without such a
-    split, all test splits are read if there is a single training split, and none otherwise.
+    The training split is `requested`, else `train`, else the only split or the only `train*`, else
+    the one named for the step. The test split has the same suffix or none; without such a split,
+    all test splits are read if there is a single training split, and none otherwise.
 
     Raises:
         DataError: `requested` or a training split is missing, or none of several is for the step.

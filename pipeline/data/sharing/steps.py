@@ -368,7 +368,7 @@ class _RowSelector:
     def select_eval_rows(
         self, held_out: Sequence[Example], use: RowUse, notes: list[str]
     ) -> list[Example]:
-        """Return the held-out rows that the step evaluates."""
+        """Return the held-out rows that the step may evaluate, limited as in `StepData.eval`."""
         usable = [row for row in held_out if is_usable(row, use)]
         if not usable:
             raise DataError(

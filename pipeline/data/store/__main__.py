@@ -96,7 +96,7 @@ def pack(options: argparse.Namespace) -> None:
         resume=options.resume,
     )
     skipped = file.origin.bad_rows if file.origin else 0
-    print_output(f"{file}{f', {skipped:,} bad rows skipped' if skipped else ''}")
+    print_output(f"{file}{f'; bad rows skipped: {skipped:,}' if skipped else ''}")
 
 
 def show(options: argparse.Namespace) -> None:
@@ -109,8 +109,8 @@ def show(options: argparse.Namespace) -> None:
         print_output(f"{file} of {file.dtype.itemsize} bytes")
         if (origin := file.origin) is not None:
             print_output(
-                f"  tokenizer {origin.tokenizer}, SHA-256 {origin.tokenizer_hash[:16]},"
-                f" {origin.bad_rows:,} bad rows skipped"
+                f"  tokenizer {origin.tokenizer}, SHA-256 {origin.tokenizer_hash[:16]};"
+                f" bad rows skipped: {origin.bad_rows:,}"
             )
 
 

@@ -106,7 +106,7 @@ def pack(
         plan = _make_plan(sources, vocabulary, field)
         _start_or_resume(directory, plan, resume=resume)
         pieces = list(_split_into_pieces(sources, directory))
-        progress = Progress("pack, pieces:", len(pieces))
+        progress = Progress("pack", len(pieces))
         progress.start()
         num_bad_rows = lines_before = 0
         try:

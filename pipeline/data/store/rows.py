@@ -70,7 +70,7 @@ class Windows:
     Args:
         file: the token file.
         max_length: tokens per row.
-        bos: token inserted before each document; rows reserve a position for it.
+        bos: token inserted before each document; rows reserve a position for one.
     """
 
     def __init__(self, file: TokenFile, max_length: int, bos: int | None) -> None:

@@ -208,7 +208,7 @@ class _ReproducibleBackward(torch.autograd.Function):
 RAGGED = "ragged"
 
 KEY_BLOCK = 32
-"""Attention reads keys in multiples of this number, in training and in generation."""
+"""Padded lengths are multiples of this number of tokens."""
 
 
 class MissingLayoutError(RuntimeError):

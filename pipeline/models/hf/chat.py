@@ -49,7 +49,7 @@ def untrained_tokens_error(config: FrozenModelConfig) -> str:
 def decode_response(
     tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], *, continues: bool = False
 ) -> str:
-    """Decode a response without special tokens or outer spaces; `continues` keeps leading ones."""
+    """Decode a response without special tokens or outer spaces (`continues` keeps leading ones)."""
     text = str(tokenizer.decode(list(ids), skip_special_tokens=True))
     return text.rstrip() if continues else text.strip()
 
@@ -67,7 +67,7 @@ def same_chat_format(
         if same_tokens:
             return True
         raise ModelError(
-            f"the reward model {path} has a different tokenizer from the actor's and no chat"
+            f"the tokenizer of the reward model {path} differs from the actor's and has no chat"
             " template, so its dialogue format is unknown; add its template as chat_template.jinja"
         )
     return same_tokens and other.chat_template == tokenizer.chat_template

@@ -23,7 +23,7 @@ def with_padding_token(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenize
 
     It is `tokenizer` if its padding token is neither the end-of-sequence token nor in the chat
     template (as `<|im_end|>` may be); otherwise a copy that pads with a reserved special token, the
-    unknown or beginning-of-sequence token, or a new token.
+    unknown or beginning-of-sequence token, another special token, or a new one.
     """
     pads_with_eos = tokenizer.pad_token_id in (None, tokenizer.eos_token_id)
     if not pads_with_eos and str(tokenizer.pad_token) not in str(tokenizer.chat_template or ""):
