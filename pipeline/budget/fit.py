@@ -1,8 +1,8 @@
 """Check whether a step fits a machine, and find the cheapest settings with which it does.
 
 Options that save memory are ordered as DeepSpeed orders them: smaller micro-batches,
-recomputation, stage 2, an offloaded optimizer, stage 3, offloaded weights; then tensor and pipeline
-parallelism, and adapters. A refusal and `--plan auto` search the same list.
+gradient checkpointing, stage 2, an offloaded optimizer, stage 3, offloaded weights; then tensor and
+pipeline parallelism, and adapters. A refusal and `--plan auto` search the same list.
 """
 
 import math
@@ -35,7 +35,7 @@ OFFLOADED: Settings = {"zero.offload.optimizer": "cpu", "zero.offload.gradients"
 WEIGHTS_OFFLOADED: Settings = {"zero_stage": 3, **OFFLOADED, "zero.offload.params": "cpu"}
 
 MIN_EFFICIENT_TOKENS = 2048
-"""Tokens per micro-batch below which `--plan auto` prefers recomputation or offload."""
+"""Tokens per micro-batch below which `--plan auto` prefers gradient checkpointing or offload."""
 
 MAX_EFFICIENT_TOKENS = 16384
 """Tokens per micro-batch above which a larger one is not faster."""
@@ -78,7 +78,7 @@ def find_shortage(memory: StepMemory, machine: Machine) -> Shortage | None:
 def check_memory(config: StepConfig) -> None:
     """On the first process, print the memory that a step needs, or raise if it can't fit.
 
-    Skip this if `train.py` has already checked the step.
+    Do nothing if `train.py` has already checked the step.
 
     Raises:
         ConfigError: the step doesn't fit; the message gives the numbers and the cheapest change.
@@ -194,7 +194,7 @@ def choose_settings(
 
 
 def _fit_generation(config: StepConfig, machine: Machine, estimate: MemoryEstimator) -> Settings:
-    """Return the largest `generation_batch_size` that fits, or nothing for steps without it."""
+    """Return the largest `generation_batch_size` that fits; empty for steps without it."""
     generation = config.workload(machine.world).generation
     if generation is None or generation.phase != "each iteration":
         return {}

@@ -31,7 +31,7 @@ RUNTIME_CPU, RUNTIME_GPU = 512 * MIB, 768 * MIB
 """Bytes that a process takes without a model: Python, PyTorch and transformers; on a GPU, CUDA."""
 
 SLACK = {"cpu": 1 / 8, "cuda": 0.10}
-"""Freed memory that the allocator keeps, as a fraction of the temporary memory."""
+"""Freed memory that the allocator keeps, as a fraction of the transient memory."""
 
 MIN_SLACK = {"cpu": 256 * MIB, "cuda": 0}
 """Minimum of `SLACK` in bytes, the same as in `host_allocator.cpp`."""
@@ -43,7 +43,7 @@ CUBLAS = 32 * MIB
 """Bytes of cuBLAS's workspace on the stream that captures CUDA graphs."""
 
 MASTER_BYTES = {"fp32": 0, "bf16": 2, "fp16": 4}
-"""Bytes per master in addition to the weight if both are on one device; otherwise 4."""
+"""Bytes per master weight in addition to the weight if both are on one device; otherwise 4."""
 
 SAMPLING_BYTES = 16
 """Bytes per logit while a token is sampled."""

@@ -371,7 +371,7 @@ def _suggest_key(name: str) -> str:
     matches = same_name[:2] or difflib.get_close_matches(name, known, 1, 0.75)
     if matches:
         return f"did you mean {' or '.join(matches)}?"
-    return "docs/deepspeed.md lists the keys; remove it"
+    return "remove it (docs/deepspeed.md lists the supported keys)"
 
 
 def _normalize(value: Any) -> Any:  # noqa: ANN401

@@ -77,8 +77,8 @@ Quantize = Literal["none", "nf4", "int8"]
 AdapterVariant = Literal["lora", "rslora"]
 
 LORA_LR_FACTOR = 10.0
-"""Learning rate of adapters relative to that of full training: the best rates are about ten times
-higher (Schulman et al. 2025, "LoRA Without Regret"; Biderman et al. 2024, section 6)."""
+"""Learning rate of adapters relative to full fine-tuning, whose best rates are about ten times
+lower (Schulman et al. 2025, "LoRA Without Regret"; Biderman et al. 2024, section 6)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,17 +92,17 @@ class LoraConfig:
     """The update is scaled by alpha / rank, or as the variant specifies."""
 
     variant: AdapterVariant = "lora"
-    """rslora scales the update by alpha / sqrt(rank), which suits ranks from 64 up (use_rslora)."""
+    """rslora scales the update by alpha / sqrt(rank), for ranks of 64 or more (use_rslora)."""
 
     dropout: float = 0.0
     """Dropout on the adapter's input; 0 in step 3, where it would break the policy ratio."""
 
     targets: tuple[str, ...] = ("all-linear",)
-    """Module names that get an adapter, as peft's target_modules (lora_module_name)."""
+    """Names of the modules that get an adapter, as peft's target_modules (lora_module_name)."""
 
     lr: float | None = None
     """Learning rate of the adapters (lora_learning_rate), as set by train.py's --lr; null uses 10
-    times `optim.lr`, the rate of full training."""
+    times `optim.lr`, the rate of full fine-tuning."""
 
     def __post_init__(self) -> None:
         require(self.rank > 0, f"lora.rank must be positive, got {self.rank}")
@@ -162,7 +162,7 @@ class TrainedModelConfig(FrozenModelConfig):
 
     @property
     def peak_lr(self) -> tuple[str, float]:
-        """Name and value of the peak learning rate of the trained weights, such as adapters."""
+        """Name and value of the peak learning rate, that of the adapters if there are any."""
         if self.lora is None:
             return "optim.lr", self.optim.lr
         return "lora.lr", self.lora.lr or LORA_LR_FACTOR * self.optim.lr

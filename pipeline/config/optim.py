@@ -148,11 +148,11 @@ class LossScaleConfig:
     """The dynamic scale starts at 2 to this power."""
 
     loss_scale_window: int = 1000
-    """Consecutive steps without overflow, after a first one, that double the dynamic scale."""
+    """Consecutive steps without overflow, not counting the first, that double the dynamic scale."""
 
     hysteresis: int = 2
-    """The dynamic scale is first halved at this overflow, by default the second; every further one
-    halves it again, until it has been doubled."""
+    """Number of the overflow that first halves the dynamic scale; each further one halves it again.
+    Counting starts anew when the scale is doubled."""
 
     consecutive_hysteresis: bool = False
     """Count only consecutive overflows: a step without overflow resets the `hysteresis` count."""

@@ -39,9 +39,7 @@ class ParallelConfig:
     def __post_init__(self) -> None:
         for name in ("replicas", "pp", "tp", "micro_batches"):
             value = getattr(self, name)
-            require(
-                value is None or value > 0, f"parallel.{name} must be positive or null, got {value}"
-            )
+            require(value is None or value > 0, f"parallel.{name} must be positive, got {value}")
 
     @property
     def min_micro_batches(self) -> int | None:
@@ -62,7 +60,6 @@ class ParallelConfig:
         """
         prefix = f"{section}." if section else ""
         replica_scope = " of each stage" if self.tp == 1 else " with the same shard of each layer"
-        number = f"{processes} process{'es' if processes > 1 else ''}"
         for name, value, count, scope in (
             ("pp", self.pp, processes, ""),
             ("tp", self.tp, processes // self.pp, " of each stage"),
@@ -70,7 +67,8 @@ class ParallelConfig:
         ):
             divisors = [n for n in range(1, count + 1) if count % n == 0] or [1]
             nearest = min(divisors, key=lambda n: (abs(n - value), n))
-            total = f"{count} processes{scope}" if count != processes else number
+            number = f"{count} process{'' if count == 1 else 'es'}"
+            total = number + (scope if count != processes else "")
             require(
                 count % value == 0 and count > 0,
                 f"{prefix}parallel.{name} {value} doesn't divide the {total}; use {nearest}, or"

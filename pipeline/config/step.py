@@ -293,8 +293,8 @@ class StepConfig(ABC):
     """Multiply fp32 matrices on GPUs in TF32, which has a 10-bit mantissa."""
 
     timeout_seconds: float = 1800.0
-    """Seconds that processes wait for another before the step fails and names it; must exceed any
-    work done by one process alone."""
+    """Seconds to wait for another process before the step fails and names it; must exceed the
+    duration of any work that one process does alone."""
 
     eval_every: int | None = None
     """Steps between evaluations; null evaluates up to 10 times, at a cost of at most 8 % of
@@ -374,7 +374,7 @@ class StepConfig(ABC):
 
     @property
     def row_share(self) -> RowShare | None:
-        """The rows that the step takes; None for the default of its number."""
+        """The rows that the step uses; None for the default of its step number."""
         return None
 
     def check_corpus(self) -> None:  # noqa: B027  # steps that read dialogues have no corpus

@@ -147,7 +147,7 @@ def read_vocabulary(tokenizer: PreTrainedTokenizerBase, rows: int, path: str) ->
             return vocabulary
     raise ModelError(
         f"the tokenizer of {path} splits text differently from llama.cpp's pre-tokenizers"
-        f" ({', '.join(pre for pre, _ in candidates)}); export it with --to onnx"
+        f" ({', '.join(pre for pre, _ in candidates)}); use --to onnx"
     )
 
 
@@ -281,7 +281,7 @@ class GgufExport:
 
         tensor, number_format = self.read(stored).float(), self.choose_format(stored)
         if number_format == "f16" and tensor.numel() and float(tensor.abs().max()) > FP16_MAX:
-            raise ModelError(f"{stored} has a weight beyond the range of f16; use bf16")
+            raise ModelError(f"{stored} has a weight beyond the range of f16; use f32 or bf16")
         if self.architecture == "llama" and re.search(r"\.[qk]_proj\.", stored):
             config = self.config
             heads = config.num_key_value_heads if ".k_" in stored else config.num_attention_heads

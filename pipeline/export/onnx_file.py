@@ -29,7 +29,7 @@ from pipeline.system.errors import ModelError, is_out_of_memory, one_line
 GRAPH_FILE = "model.onnx"
 
 MAX_INTERNAL_BYTES = 2**30
-"""Size of weights from which they are stored in a separate file; the format's limit is 2 GiB."""
+"""Size at which weights are stored in a separate file; the format's limit is 2 GiB."""
 
 INPUTS = ("input_ids", "attention_mask")
 
@@ -60,8 +60,8 @@ class ActorGraph(nn.Module):
 class ClassifierGraph(nn.Module):
     """Computes the outputs of a classifier and, for a reward model, its score.
 
-    A decoder is read at the last token whose mask is 1, regardless of its id. The score of several
-    labels is sum_k u_k p_k, where u are the `class_values` in config.json.
+    A decoder's outputs are those at the last token whose mask is 1, regardless of its id. The
+    score of several labels is the mean of config.json's `class_values`, weighted by probability.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:

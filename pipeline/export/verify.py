@@ -1,4 +1,4 @@
-"""Verifies an export by comparing its outputs with the model's."""
+"""Verify an export by comparing its outputs with the model's."""
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice

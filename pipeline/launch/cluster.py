@@ -68,7 +68,7 @@ def run_over_ssh(step: Sequence[str], layout: Layout, deployment: Deployment) ->
 
 
 def parse_arguments(argv: Sequence[str]) -> tuple[Deployment, list[str]]:
-    """Return the launcher's options, and the words from `-m` on: the module and its settings.
+    """Return the launcher's options, and the remaining words: `-m`, the module and its settings.
 
     `--help` prints and exits with code 0.
 

@@ -88,7 +88,7 @@ def srun_command(step: Sequence[str], layout: Layout) -> list[str]:
 def host_command(
     command: Sequence[str], host: Host, layout: Layout, deployment: Deployment
 ) -> list[str]:
-    """Return the command line on this machine that runs another on a host, by ssh or srun.
+    """Return the command line on this machine that runs `command` on a host, by ssh or srun.
 
     The host runs it in the same directory, with this repository's packages on PYTHONPATH.
     """
@@ -112,7 +112,7 @@ def shell_line(command: Sequence[str]) -> str:
 
 
 def non_default_options(deployment: Deployment) -> list[str]:
-    """Return launcher options that differ from their defaults, except `no_check`, as words."""
+    """Return non-default launcher options as words, except `deployment_type` and `no_check`."""
     words: list[str] = []
     for option in fields(Deployment):
         value = getattr(deployment, option.name)
@@ -140,7 +140,7 @@ def step_environment(layout: Layout, deployment: Deployment) -> Mapping[str, str
 
 
 def list_devices(host: Host, deployment: Deployment) -> list[str]:
-    """Return the GPUs that a host's processes use, as named by `list_gpus`; empty without any.
+    """Return the GPUs that a host's processes use, as named by `list_gpus`; empty if none.
 
     The host must be this machine.
     """

@@ -258,7 +258,7 @@ def _slurm_layout(deployment: Deployment, environment: Mapping[str, str]) -> Lay
     )
     names = expand_nodelist(environment.get("SLURM_JOB_NODELIST", ""))
     num_nodes, count = deployment.num_nodes or len(names), len(names)
-    require(num_nodes <= count, f"--num-nodes {num_nodes} exceeds the allocation's {count} nodes")
+    require(num_nodes <= count, f"--num-nodes {num_nodes} exceeds the allocation's size, {count}")
     match = re.search(r"\d+$", environment.get("SLURM_GPUS_ON_NODE", ""))
     num_slots = deployment.num_gpus or (int(match[0]) if match else 0) or count_processes(None)
     hosts = tuple(Host(name, tuple(range(num_slots))) for name in names[:num_nodes])
@@ -360,14 +360,15 @@ def select_hosts(
         hosts = [host for host in hosts if host.slots]
         require(bool(hosts), f"--exclude {exclude} leaves no host")
     if num_nodes is not None:
-        require(num_nodes <= len(hosts), f"--num-nodes {num_nodes} exceeds the {len(hosts)} hosts")
+        count = len(hosts)
+        require(num_nodes <= count, f"--num-nodes {num_nodes} exceeds the number of hosts, {count}")
         hosts = hosts[:num_nodes]
     if num_gpus is not None:
         for host in hosts:
             require(
                 num_gpus <= len(host.slots),
-                f"--num-gpus {num_gpus} exceeds the {len(host.slots)} slots of {host.name}"
-                f" ({host.location})",
+                f"--num-gpus {num_gpus} exceeds the number of slots of {host.name},"
+                f" {len(host.slots)} ({host.location})",
             )
         hosts = [replace(host, slots=host.slots[:num_gpus]) for host in hosts]
     return list(hosts)
@@ -395,8 +396,8 @@ def _parse_filter(option: str, text: str, hosts: Sequence[Host]) -> Mapping[str,
             missing = sorted(numbers - set(host.slots))
             require(
                 not missing and bool(numbers),
-                f"{option} {text}: {name} has no slot {missing[0] if missing else slots}; it has"
-                f" {len(host.slots)} slots{f' ({host.location})' if host.location else ''}",
+                f"{option} {text}: {name} has no slot {missing[0] if missing else slots}; its last"
+                f" slot is {host.slots[-1]}{f' ({host.location})' if host.location else ''}",
             )
             chosen = tuple(sorted(numbers))
         selected[name] = chosen

@@ -57,7 +57,8 @@ def _reserve_nodes(layout: Layout) -> list[Any]:
     group = placement_group([{device: num_processes}] * len(layout.hosts), strategy="STRICT_SPREAD")
     if not group.wait(TIMEOUT_SECONDS):
         print_notice(
-            f"waiting for {len(layout.hosts)} Ray nodes with {num_processes} or more free {device}s"
+            f"waiting for Ray nodes with {num_processes} or more free {device}s:"
+            f" {len(layout.hosts)} needed"
         )
         ray.get(group.ready())
     # By value, since the Python of the cluster may have no package other than Ray.

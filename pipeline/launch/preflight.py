@@ -132,9 +132,9 @@ def _compare_versions(host: Host, machine: Machine, first: Host, other: Machine)
 
 
 def _check_devices(host: Host, machine: Machine) -> Iterator[str]:
-    if max(host.slots) >= len(machine.gpus):
+    if max(host.slots) >= (count := len(machine.gpus)):
         yield (
-            f"{host.name} has {len(machine.gpus)} GPUs, but slot {max(host.slots)} is"
+            f"{host.name} has {count} GPU{'' if count == 1 else 's'}, but slot {max(host.slots)} is"
             f" requested{f' ({host.location})' if host.location else ''}; correct its slots, or"
             " check its driver with nvidia-smi"
         )

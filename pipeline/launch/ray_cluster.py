@@ -14,14 +14,14 @@ from pipeline.launch.local import CPU_PROCESSES
 from pipeline.system.errors import EXIT_FAILED, ConfigError, require
 
 TIMEOUT_SECONDS = 10.0
-"""Time limit for connecting, and for free nodes before a notice is printed."""
+"""Time limit for connecting, and for finding free nodes before a notice is printed."""
 
 NODE_LOST = "the node was lost; --resume continues on the nodes that remain"
 
 
 @contextmanager
 def ray_connection() -> Iterator[None]:
-    """Connect to the cluster at RAY_ADDRESS or on this machine; ConfigError if there is none."""
+    """Connect to the cluster at RAY_ADDRESS or on this machine; raise ConfigError without one."""
     address = os.environ.get("RAY_ADDRESS") or "auto"
     host, _, port = address.rpartition(":")
     try:
@@ -49,7 +49,7 @@ def _is_listening(host: str, port: int) -> bool:
 
 
 def count_nodes(nodes: int | None, processes: int | None) -> tuple[int, int]:
-    """Return the number of nodes and of processes on each: as given, else all that exist."""
+    """Return the number of nodes and of processes on each: as given, or else all available."""
     with ray_connection():
         resources = [
             node["Resources"]

@@ -83,7 +83,7 @@ def check_settings(plan: Plan) -> None:
 
 
 def check_rows(plan: Plan, *, downloads: bool) -> Mapping[str, Preview]:
-    """Check the rows of each step, tokenized for its model, after `check_settings`; return them.
+    """Read, tokenize and check the rows of each step; called after `check_settings`.
 
     Args:
         plan: the plan; steps are skipped as in `check_settings`.
@@ -147,8 +147,8 @@ def _check_processes(plan: Plan, stage: Stage) -> None:
     )
     require(
         tp_size is None or world % tp_size == 0,
-        f"{stage.prefix}.inference_tp_size {tp_size} doesn't divide the {world} processes; choose"
-        " one that does, or start a different number of processes",
+        f"{stage.prefix}.inference_tp_size {tp_size} doesn't divide the number of processes,"
+        f" {world}; choose a size that does, or start a different number of processes",
     )
 
 

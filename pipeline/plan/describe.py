@@ -47,7 +47,7 @@ ESTIMATE_RANGE = (0.5, 2.5)
 
 
 def estimate_speed(plan: Plan) -> tuple[float, str] | None:
-    """Return a process's estimated operations per second and their basis; None if unknown."""
+    """Return a process's estimated speed in FLOP/s and the basis of it; None if unknown."""
     share = f"{EFFICIENCY:.0%} of"
     if plan.machine.has_gpu:
         name = plan.request.plan_for or " ".join(gpu.name for gpu in query_gpus())
@@ -57,7 +57,7 @@ def estimate_speed(plan: Plan) -> tuple[float, str] | None:
         peak, card = known
         return EFFICIENCY * peak, f"{share} the {card}'s peak of {peak / 1e12:.0f} TFLOP/s"
     peak = measure_flops()
-    basis = f"{share} the {peak / 1e9:.0f} GFLOP/s that a matrix product reaches here now"
+    basis = f"{share} the {peak / 1e9:.0f} GFLOP/s that a matrix product reaches on this CPU"
     return EFFICIENCY * peak / max(plan.machine.processes / cores_per_process(1), 1.0), basis
 
 

@@ -150,7 +150,7 @@ def _remove(directory: Path, files: Sequence[str]) -> None:
 
 @contextmanager
 def lock_output(out: Path) -> Iterator[None]:
-    """Lock the directory; at exit, remove it if it contains nothing but `COMMAND`.
+    """Lock the directory; on exit, remove it if it is empty or contains only `COMMAND`.
 
     Raises:
         ConfigError: another job is using it, or it can't be created.
@@ -201,7 +201,7 @@ def _write_summary(out: Path, steps: Mapping[str, Mapping[str, Any]]) -> None:
 
 
 def _foreign_files(out: Path, stages: Sequence[Stage]) -> list[str]:
-    """Return foreign names in the output directory, ignoring hidden files."""
+    """Return the names of foreign files in the output directory, ignoring hidden ones."""
     known_names = {SUMMARY, REPORT, COMMAND, JOB_SET, AUTOTUNE, RATINGS, *all_directories(stages)}
     if not out.is_dir():
         return []
@@ -260,7 +260,7 @@ def _skipped_steps(request: Request, stages: Sequence[Stage]) -> set[str]:
 
 
 def _find_difference(stage: Stage, directory: Path, config: StepConfig, request: Request) -> str:
-    """Return the first setting that differs from this run, as "sft.seed 1 where this run has 2".
+    """Return the first difference, such as "sft.seed 1 where this run has 2"; empty if none.
 
     If the step will not run, only the settings that all steps share are compared.
     """
@@ -298,7 +298,7 @@ def recorded_model(path: str) -> str | None:
 
 
 def recorded_base_model(path: str, within: Path | None = None) -> str:
-    """Return the start of the chain of runs to this model, or the first one outside `within`."""
+    """Return the initial model of the runs that led to this one, or the first outside `within`."""
     for _ in range(100):  # records may form a cycle
         if within is not None and not Path(path).is_relative_to(within):
             break
@@ -334,7 +334,7 @@ def without_options(argv: Sequence[str], names: Collection[str]) -> list[str]:
 
 
 def last_steps(out: Path) -> set[int]:
-    """Return the numbers of the steps in the last run recorded in `out`; empty without one."""
+    """Return the numbers of the steps in the last run recorded in `out`; empty if none is."""
     given = dict(split_options(with_last_options(["--resume", "--output-dir", str(out)])))
     steps = given.get("step", ["1", "2", "3"])
     return {int(word) for word in steps if word.isdigit()} if (out / COMMAND).is_file() else set()

@@ -51,7 +51,7 @@ class Plan:
     """Dotted names of the settings on the command line, by step name."""
 
     notes: tuple[str, ...] = ()
-    """Notes on the origin of models and settings that no option determines."""
+    """Notes for the user, such as where models and default settings come from."""
 
     @property
     def unfinished(self) -> list[Stage]:
@@ -60,11 +60,11 @@ class Plan:
 
     @property
     def origins(self) -> Mapping[str, str]:
-        """The initial model of each step with the role `model`, by the step's output directory."""
+        """The initial model of each step that has the role `model`, by output directory."""
         return get_origins(self.configs)
 
     def memory(self, stage: Stage, config: StepConfig | None = None) -> StepMemory:
-        """Return the memory of a step on the plan's machine, with its own or other settings."""
+        """Return a step's memory on the plan's machine, with `config` or the plan's settings."""
         config = config or self.configs[stage.name]
         return step_memory(config, machine=self.machine, origins=self.origins)
 
@@ -88,7 +88,7 @@ class Plan:
 
 
 def get_origins(configs: Mapping[str, StepConfig]) -> Mapping[str, str]:
-    """Return the initial model of each step with the role `model`, by output directory."""
+    """Return the initial model of each step that has the role `model`, by output directory."""
     models = {str(c.output_dir): c.used_models().get("model") for c in configs.values()}
     return {out: str(model.path) for out, model in models.items() if model is not None}
 
@@ -165,7 +165,7 @@ def _get_replaced_steps(request: Request, stages: Sequence[Stage]) -> dict[str, 
 def _notes(
     plan: Plan, resolver: Resolver, replaced: Mapping[str, Stage], known: Sequence[Stage]
 ) -> Iterator[str]:
-    """Yield notes on models used in place of steps' outputs, the preset and the upload."""
+    """Yield notes on replaced models, default response lengths, the preset and the upload."""
     models = {step.section: step.models for step in known}
     for stage in plan.stages:
         for role, model in plan.configs[stage.name].used_models().items():
@@ -209,7 +209,7 @@ def _choose_settings(
 
 
 def _get_machine(layout: Layout, request: Request) -> Machine:
-    """Return this machine if it is in the job, else one of unknown memory; all are alike."""
+    """Return this machine if it is in the job, else one with unknown memory; all are alike."""
     if layout.launcher == "process":
         return detect_machine(processes=1, world=1, gpus=list_gpus()[:1])
     per_host = max(len(host.slots) for host in layout.hosts)

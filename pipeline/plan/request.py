@@ -45,8 +45,8 @@ class Request(Deployment):
     output. If there is no output of step 2, PPO uses this model as the reward model."""
 
     reward_function: tuple[str, ...] = ()
-    """Python functions that give the rewards of step 3, each as FILE.py:NAME, instead of a reward
-    model: sources of --ppo.rewards."""
+    """Python functions that compute the rewards of step 3 instead of a reward model, each as
+    FILE.py:NAME; they become sources in --ppo.rewards."""
 
     reward: tuple[str, ...] = ()
     """Built-in sources of rewards: math, regex:PATTERN, ... (docs/rewards.md); verifier, for the
@@ -54,10 +54,10 @@ class Request(Deployment):
 
     teacher: str | None = None
     """Model with the actor's tokenizer from which step 3 learns with --method distill or gkd; for
-    distill also the address of an OpenAI-compatible server that has it: http://HOST:8000/v1."""
+    distill also the address of an OpenAI-compatible server for it: http://HOST:8000/v1."""
 
     environment: str | None = None
-    """Environment class of step 3, as FILE.py:CLASS, or one of docs/environments.md."""
+    """Environment class of step 3, as FILE.py:CLASS, or one listed in docs/environments.md."""
 
     guards: Literal["warn", "strict", "none"] | None = None
     """Action in step 3 when a guard trips: warn logs a warning (the default), strict rolls back to
@@ -133,10 +133,10 @@ class Request(Deployment):
     """Train only adapters, with this rank (lora.rank of trained models)."""
 
     lora_variant: AdapterVariant | None = None
-    """Variant of these adapters (MODEL.lora.variant)."""
+    """Variant of the adapters (MODEL.lora.variant)."""
 
     quantize: Quantize | None = None
-    """Store weights under adapters in 4 or 8 bits (MODEL.quantize)."""
+    """Store the frozen weights under adapters in 4 or 8 bits (MODEL.quantize)."""
 
     seed: int | None = None
     """Seed of all steps; default 1234."""
@@ -156,9 +156,9 @@ class Request(Deployment):
     plan: Literal["check", "auto", "off"] = "check"
     """Before step 1 starts: check verifies the settings, data, chat formats, tokenizers, model
     files and lengths of every step, estimates memory, and refuses what can't fit this machine; auto
-    also chooses micro-batch, ZeRO stage, offload, recomputation, and in step 3 the number of
-    concurrent responses and of processes that generate together, unless you set them; off does none
-    of this."""
+    also chooses micro-batch, ZeRO stage, offload, gradient checkpointing, and in step 3 the number
+    of concurrent responses and of processes that generate together, unless you set them; off does
+    none of this."""
 
     plan_for: str | None = None
     """Plan for another machine and run nothing: 8xA100-80GB, 4x24GB, 2x8xH100-80GB for two
@@ -166,8 +166,8 @@ class Request(Deployment):
 
     autotune: Literal["tune", "run"] | None = None
     """Find fast settings that fit, with short timed trials, each a real run: the micro-batch is
-    doubled while that is faster, then recomputation and ZeRO stages are tried. tune prints the
-    settings as options and exits; run continues with them."""
+    doubled while that is faster, then gradient checkpointing and ZeRO stages are tried. tune prints
+    the settings as options and exits; run continues with them."""
 
     autotune_steps: int = 4
     """Optimizer steps measured in a trial (iterations in step 3), after 2 warm-up steps."""
@@ -314,7 +314,7 @@ def check_sections_run(
         if options and stage.section not in present and is_chosen:
             owner = f"methods {', '.join(stage.methods)}, none of which runs; add one to --method"
             if stage.on_request:
-                owner = f"step {stage.number}, which is not selected; add --step {stage.number}"
+                owner = f"step {stage.number}, which is not selected; add {stage.number} to --step"
             raise ConfigError(
                 f"--{stage.section}.{options[0][0]} is a setting of {owner}, or omit the setting"
             )

@@ -49,7 +49,7 @@ def step_configs(
     Args:
         command_line: the user's command line.
         stages: the steps.
-        world: processes of each step.
+        world: number of processes of each step.
         chosen: the choice of `--plan auto`, by stage prefix and dotted name.
 
     Raises:
@@ -91,7 +91,7 @@ def resolve_run(
         command_line: the user's command line.
         stages: the steps that may run.
         known: all steps of all methods; by default `stages`.
-        world: processes of each step.
+        world: number of processes of each step.
 
     Raises:
         ConfigError: see `step_configs`.
@@ -211,12 +211,12 @@ class Resolver:
 
     @property
     def _available(self) -> set[str]:
-        """Origins of models that exist or that steps of the run make."""
+        """Origins of models that exist or that the run will create."""
         running = {*self.request.step, *self.command_line.finished_steps}
         return {stage.section for stage in self.stages if stage.number in running} | {INITIAL}
 
     def _default_layers(self, stage: Stage) -> list[Layer]:
-        """Return layers 2 to 4."""
+        """Return layers 2 to 4, as numbered at the beginning of this file."""
         layers: list[Layer] = []
         if self.has_preset(stage):
             preset = _read_preset()
@@ -232,14 +232,14 @@ class Resolver:
         return [*layers, defaults, chosen]
 
     def _responder(self, stage: Stage) -> Stage:
-        """Return the step whose model responds: for a reward model, step 1 if available."""
+        """Return the step whose model generates: for a reward model, step 1 if available."""
         role, origins = stage.main_role, self._available
         if stage.options[role] == "reward" and stage.models[role] in origins:
             return next((s for s in self.stages if s.section == stage.models[role]), stage)
         return stage
 
     def _user_layers(self, stage: Stage) -> list[Layer]:
-        """Return layers 5 to 7."""
+        """Return layers 5 to 7, as numbered at the beginning of this file."""
         files, options = list(self._file_layers(stage)), self._option_layer(stage)
         path = self.request.zero_config
         # Steps that don't run are resolved only for their outputs: the file need not fit them.
@@ -329,7 +329,7 @@ class Resolver:
     def response_length(self, stage: Stage, config: StepConfig) -> tuple[int, str] | None:
         """Return the default of max_new_tokens for the user's model, and the reason for it.
 
-        None if the length is given, or if rewards come from anything other than programs.
+        None if `max_new_tokens` is set, or if rewards come from anything other than programs.
         """
         initial_model, settings = self.initial_model(stage), cast("Any", config)
         kinds = {source.kind for source in getattr(settings, "rewards", ())}

@@ -1,4 +1,4 @@
-"""The default of `max_new_tokens` if programs give the rewards, by the kind of model."""
+"""The default of `max_new_tokens` for rewards from programs, which depends on the model."""
 
 import json
 from collections.abc import Mapping
@@ -11,13 +11,13 @@ from pipeline.plan.inputs import is_local
 from pipeline.system.hub import cached_file, download_settings
 
 ANSWER, THINKING = 1024, 4096
-"""Tokens of a response with a worked answer, and of one that begins with thinking."""
+"""Default length of a response with a worked answer, and of one that begins with thinking."""
 
 
 def default_length(
     model: str, data: DataConfig, *, reserved: int, downloads: bool
 ) -> tuple[int, str] | None:
-    """Return a model's default and the reason; None if `reserved` tokens fill its context.
+    """Return a model's default and the reason for it; None if `reserved` tokens fill its context.
 
     The settings of a Hub model are read if they are cached, or if `downloads` is true.
     """
@@ -42,7 +42,7 @@ def default_length(
 
 
 def may_think(template: str, arguments: Mapping[str, object]) -> bool:
-    """Return whether a template's generation prompt opens thinking or an argument controls it."""
+    """Return whether responses may begin with thinking, given a chat template and its arguments."""
     names = ("enable_thinking", "thinking")
     if any(arguments.get(name, f"set {name} = false" not in template) is False for name in names):
         return False

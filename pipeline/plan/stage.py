@@ -39,8 +39,8 @@ class Stage:
     """For each role, whether train.py's --actor-... or its --reward-... options apply to it."""
 
     fallbacks: Mapping[str, str] = field(default_factory=dict)
-    """Origins by role that replace those in `models`, unless a used role without an entry here has
-    the same origin in `models`."""
+    """Origins by role that replace those in `models`, unless the origin in `models` is also that of
+    a used role without an entry here."""
 
     method_origins: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     """Origins, by method and role, that replace those in `models` for a method."""
@@ -71,7 +71,7 @@ class Stage:
         return f"step {self.number}" + ("" if self.method is None else f" ({self.method})")
 
     def origins(self, used: Collection[str], method: str | None = None) -> Mapping[str, str]:
-        """Return the origins of the models in a run of `method` with the roles in `used`."""
+        """Return the models' origins by role, in a run of `method` that uses the roles `used`."""
         needed = {self.models[role] for role in used if role in self.models.keys() - self.fallbacks}
         origins = {
             role: origin if role not in self.fallbacks or origin in needed else self.fallbacks[role]
@@ -100,7 +100,7 @@ def drop_unselected(
     finished: Collection[str],
     replaced: Collection[str] = (),
 ) -> tuple[Stage, ...]:
-    """Drop stages not in `numbers` that are `replaced`, or optional and unfinished.
+    """Drop stages not in `numbers` that are `replaced`, or unfinished and run only on request.
 
     Models of required roles that would come from a dropped stage come from its origin instead.
 
@@ -138,7 +138,7 @@ def split_methods(stages: Sequence[Stage], methods: Sequence[str]) -> tuple[Stag
     with a named method are kept, or the first if no method is named.
 
     Raises:
-        ConfigError: no step has a method with such a name, or one is named twice.
+        ConfigError: no step has a method with that name, or one is named twice.
     """
     for name in methods:
         check_method_name(name, stages, "--method")

@@ -1,8 +1,8 @@
-"""Autotuning of a plan: short runs of each step with varied settings; the fastest are kept.
+"""Autotune a plan: run short trials of each step with varied settings, and keep the fastest.
 
-The micro-batch is doubled while that is faster, then recomputation and the other ZeRO stages are
-tried once each. Settings given by the user are kept. A trial is a real run of a step for a few
-optimizer steps.
+The micro-batch is doubled, or else halved, while that is faster; then a change of gradient
+checkpointing and the other ZeRO stages are tried once each. Settings given by the user are kept. A
+trial is a real run of a step for a few optimizer steps.
 
 OUT/autotune/trials.jsonl     a line for each trial
 OUT/autotune/logs/            the output of the trials
@@ -100,13 +100,13 @@ class _StepTuner:
             )
         if not speed:
             print_error(
-                f"none of the {self.trials} trials of step {self.stage.number} could be measured;"
-                f" see the logs in {self._out / LOGS}"
+                f"no trial of step {self.stage.number} could be measured ({self.trials} tried); see"
+                f" the logs in {self._out / LOGS}"
             )
             raise SystemExit(EXIT_FAILED)
         print_output(
             f"{self.stage.title} is fastest with {_describe(best) or 'unchanged settings'}:"
-            f" {speed / self.first_speed:.2f} times the speed of the first of {self.trials} trials"
+            f" {speed / self.first_speed:.2f} times the speed of the first trial, of {self.trials}"
         )
         return best
 
@@ -135,7 +135,7 @@ class _StepTuner:
         return best, speed
 
     def _alternatives(self) -> Iterator[Settings]:
-        """Yield recomputation, and the ZeRO stages that the step doesn't use."""
+        """Yield settings that toggle gradient checkpointing, or use each other ZeRO stage."""
         (model, *_) = trained_models(self._config).values()
         options: list[Settings] = [{"gradient_checkpointing": not model.gradient_checkpointing}]
         if self._config.workload(self.plan.machine.world).shards > 1:
@@ -162,7 +162,7 @@ class _StepTuner:
         """Return a trial's tokens per second; 0 if it failed or its settings can't be used.
 
         Raises:
-            ConfigError: the step rejects its input.
+            ConfigError: in the first trial, the step rejects its input.
             SystemExit: a scheduler's signal stopped it; the code is 75.
             KeyboardInterrupt: Ctrl-C stopped it.
         """

@@ -41,7 +41,7 @@ METRICS = {
     "logp_chosen": ("Log-probability, chosen", "nats per token"),
     "logp_rejected": ("Log-probability, rejected", "nats per token"),
     "tokens_per_second": ("Speed", "tokens per second"),
-    "memory_gb": ("Memory", "GB, in the process that uses most"),
+    "memory_gb": ("Memory", "GB, in the process that uses the most"),
 }
 """Metrics with their title and note, most important first; others follow by name."""
 
@@ -190,7 +190,7 @@ def _grid(x: Scale, y: Scale) -> list[Markup]:
 
 
 def smooth(points: Sequence[Point]) -> list[Point]:
-    """Return a centered moving average over a fifteenth of the curve, with narrower end windows.
+    """Return a centered moving average over a fifteenth of the curve, narrower near its ends.
 
     A trailing moving average would lag behind a falling loss.
     """

@@ -83,7 +83,7 @@ class Method:
     title: str
 
     evaluations: Sequence[Evaluation]
-    """Evaluations in training order, first at the start; empty if they can't be compared."""
+    """Evaluations in order, starting before training; empty if they can't be compared."""
 
     @property
     def is_measured(self) -> bool:

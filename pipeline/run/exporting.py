@@ -75,7 +75,7 @@ def export_verified(
 
 
 def _trained_outputs(passes: Passes, batch: TokenBatch, *, labels: int) -> Tensor:
-    """Return the engine's log-probabilities (K,) or a classifier's logits (B, C). A collective."""
+    """Return log-probabilities (targets,), or a classifier's logits (texts, labels). Collective."""
     engine = passes.engine
     is_policy = labels == 0
 
@@ -109,7 +109,7 @@ def _find_problem(
     error = float((expected - actual).abs().mean()) / scale
     if not error <= tol:
         return (
-            f"has different {kind} in transformers from the trained model (mean difference"
+            f"gives different {kind} in transformers than the trained model (mean difference"
             f" {error:.1e} relative to {scale:.3g}, more than {tol})"
         )
     seconds = time.perf_counter() - start

@@ -203,8 +203,8 @@ def _run_step(plan: Plan, stage: Stage, *, resumes: bool) -> ExitStatus:
         command = [*plan.command(stage), *(f"--{name}={size}" for name, size in sizes.items())]
         settings = " ".join(f"--{stage.prefix}.{name} {size}" for name, size in sizes.items())
         print_notice(
-            f"{stage.title} continues with {settings}; the result is the same, but uses less"
-            " memory and more time"
+            f"{stage.title} continues with {settings}; this needs less memory and more time, and"
+            " gives the same result"
         )
 
 

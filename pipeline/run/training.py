@@ -113,7 +113,7 @@ class Rows:
 
     @property
     def fingerprint(self) -> str:
-        """Identifies the training rows: different rows have different fingerprints."""
+        """Hash of the training rows: different rows have different fingerprints."""
         return fingerprint(self.data.train)
 
     @property

@@ -80,7 +80,7 @@ def build_config(
 def method_layer(
     config_class: type, layers: Sequence[Layer], overrides: Sequence[Option] = ()
 ) -> Layer:
-    """Return the `METHODS` entry that the setting `method` names; empty without a name.
+    """Return the `METHODS` entry that the setting `method` names; empty if it is not set.
 
     An unknown name gives an empty layer, and an error when the settings are built.
     """
@@ -294,7 +294,7 @@ _TYPE_NAMES = {
 
 
 def _describe_type(kind: object) -> str:
-    """Describe a type for messages."""
+    """Describe a type for error messages."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin in (typing.Union, UnionType):
         return " or ".join(map(_describe_type, arguments))

@@ -50,7 +50,7 @@ def list_settings(
 
 
 def list_fields(config_class: type) -> list[dataclasses.Field[Any]]:
-    """Return the fields that can be set: a class may fix some of its base's (`init=False`)."""
+    """Return the fields that can be set; a class may fix some of its base's (`init=False`)."""
     return [field for field in dataclasses.fields(config_class) if field.init]
 
 
@@ -70,7 +70,7 @@ def get_default(config_class: type, name: str) -> object:
 def section_descriptions(config_class: type) -> Iterator[tuple[str, str]]:
     """Yield the sections of a dataclass of settings, with their descriptions.
 
-    A section without a docstring gets its class's.
+    A section without a docstring gets that of its class.
     """
     descriptions = _descriptions(config_class)
     for name, kind in list_kinds(config_class).items():
@@ -164,7 +164,7 @@ def to_plain(value: object) -> Any:  # noqa: ANN401
 
 
 def config_yaml(config: object) -> str:
-    """Return the settings as YAML, which `--config` reads back to an equal dataclass."""
+    """Return the settings as YAML, which `--config` reads back into an equal dataclass."""
     return yaml.safe_dump(to_plain(config), sort_keys=False, allow_unicode=True)
 
 
@@ -202,7 +202,7 @@ def to_options(config: object) -> list[Option]:
 
 
 def non_default_values(config: object, defaults: Mapping[str, object]) -> dict[str, Any]:
-    """Return the settings that differ from `defaults`, both by dotted name.
+    """Return, by dotted name, the settings that differ from `defaults`, which has the same form.
 
     Settings in a section that is null in `defaults`, or in a list, are compared with the defaults
     of their class.
