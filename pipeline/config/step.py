@@ -293,8 +293,8 @@ class StepConfig(ABC):
     """Multiply fp32 matrices on GPUs in TF32, which has a 10-bit mantissa."""
 
     timeout_seconds: float = 1800.0
-    """Seconds to wait for another process before the step fails and names it; must exceed the
-    duration of any work that one process does alone."""
+    """Seconds to wait for another process before the step fails and names it; must exceed any
+    work done by one process alone."""
 
     eval_every: int | None = None
     """Steps between evaluations; null evaluates up to 10 times, at a cost of at most 8 % of
