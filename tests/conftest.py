@@ -23,7 +23,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def annotated_modules() -> list[str]:
-    """Modules with annotated tensor shapes."""
+    """Return the modules with annotated tensor shapes."""
     files = (file for package in PACKAGES for file in (ROOT / package).rglob("*.py"))
     return [
         ".".join(file.relative_to(ROOT).with_suffix("").parts)

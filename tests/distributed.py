@@ -23,12 +23,12 @@ _TIMEOUT_SECONDS = 120
 
 
 def rank() -> int:
-    """The rank of this process."""
+    """Return the rank of this process."""
     return current_mesh().world.rank
 
 
 def world_size() -> int:
-    """The number of processes."""
+    """Return the number of processes."""
     return current_mesh().world.size
 
 
@@ -89,7 +89,7 @@ def _run(
     rendezvous: str,
     sender: Connection,
 ) -> None:
-    # Gloo supports only CPU tensors, so that these ranks must not see a GPU.
+    # Gloo supports only CPU tensors, so these ranks must not see a GPU.
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     torch.set_num_threads(1)
     dist.init_process_group(

@@ -147,7 +147,7 @@ PACKED, PADDED, NOT_LOADED = "Packed", "Padded", "Not loaded, or not tried"
 
 
 def tiny_settings(family: str) -> PreTrainedConfig:
-    """Defaults with four layers and small sizes; the language model of multimodal families."""
+    """Return small defaults with four layers; for multimodal families, the language model's."""
     defaults = AutoConfig.for_model(family)
     text = defaults.get_text_config(decoder=True)
     if any(value is text for value in vars(defaults).values()):
@@ -167,7 +167,7 @@ def tiny_settings(family: str) -> PreTrainedConfig:
 
 
 def tiny_model(family: str) -> PreTrainedModel:
-    """A language model of the family with large random weights in fp32."""
+    """Return a language model of the family with large random weights in fp32."""
     settings = tiny_settings(family)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(copy.deepcopy(settings), dtype=torch.float32)
@@ -175,7 +175,7 @@ def tiny_model(family: str) -> PreTrainedModel:
 
 
 def classify(family: str) -> tuple[str, str]:
-    """The family's heading and reason in docs/models.md."""
+    """Return the family's heading and reason in docs/models.md."""
     if family in UNSUPPORTED:
         return NOT_LOADED, UNSUPPORTED[family]
     run = detect_batching(tiny_model(family))
@@ -188,7 +188,7 @@ def classify(family: str) -> tuple[str, str]:
 
 
 def read_documented() -> dict[str, tuple[str, str]]:
-    """Heading and reason by family in docs/models.md."""
+    """Return the heading and reason by family in docs/models.md."""
     block = DOCS.read_text(encoding="utf-8").partition(BEGIN)[2].partition(END)[0]
     families: dict[str, tuple[str, str]] = {}
     heading = reason = ""
@@ -204,7 +204,7 @@ def read_documented() -> dict[str, tuple[str, str]]:
 
 
 def render(families: dict[str, tuple[str, str]]) -> str:
-    """The block of docs/models.md."""
+    """Return the block of docs/models.md."""
     lines = [BEGIN]
     for heading in (PACKED, PADDED, NOT_LOADED):
         lines += ["", f"### {heading}", ""]

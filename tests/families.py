@@ -125,7 +125,7 @@ def depends_on_later_tokens(model: PreTrainedModel) -> bool:
 
 
 def tiny_config(family: str, **changes: Any) -> PreTrainedConfig:
-    """Two layers and 101 tokens; padding is the end of sequence, as in GPT-2."""
+    """Return settings of two layers and 101 tokens; padding is the end of sequence, as in GPT-2."""
     special = {"vocab_size": VOCAB, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2}
     return AutoConfig.for_model(
         family, **{**{**FAMILIES, **UNPACKED, **SCALED, **POPULAR}[family], **special, **changes}
@@ -133,13 +133,13 @@ def tiny_config(family: str, **changes: Any) -> PreTrainedConfig:
 
 
 def tiny_causal_lm(family: str, *, seed: int = 0, **changes: Any) -> PreTrainedModel:
-    """A plain language model with large random fp32 weights."""
+    """Return a plain language model with large random fp32 weights."""
     model = AutoModelForCausalLM.from_config(tiny_config(family, **changes), dtype=torch.float32)
     return _fill(model, seed)
 
 
 def tiny_classifier(family: str, *, seed: int = 0, **changes: Any) -> PreTrainedModel:
-    """A plain classifier with one label and large random fp32 weights."""
+    """Return a plain classifier with one label and large random fp32 weights."""
     config = tiny_config(family, num_labels=1, **changes)
     return _fill(AutoModelForSequenceClassification.from_config(config, dtype=torch.float32), seed)
 
@@ -174,7 +174,7 @@ def export_reward(start: Path, directory: Path) -> None:
 
 
 def random_rows(lengths: tuple[int, ...], *, seed: int = 0, prompt: int = 1) -> list[Encoded]:
-    """Sequences of random tokens; those after the first `prompt` tokens are trained."""
+    """Return sequences of random tokens; those after the first `prompt` tokens are trained."""
     generator = torch.Generator().manual_seed(seed)
     return [
         Encoded(

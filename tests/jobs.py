@@ -31,7 +31,7 @@ class Job:
     """Standard error of all processes."""
 
     seconds: float
-    """Seconds until the last process ended."""
+    """Seconds until the last process exited."""
 
 
 def run_job(

@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def live_bytes() -> int:
-    """Bytes of the storages of all live CPU tensors of this process."""
+    """Return the bytes of the storages of all live CPU tensors of this process."""
     return min(_measure() for _ in range(5))
 
 

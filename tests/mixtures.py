@@ -1,4 +1,4 @@
-"""Tiny random mixtures of experts, whose files have other tensors than the model."""
+"""Tiny random mixtures of experts, whose files have different tensors from the model."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ MIXTURES: dict[str, dict[str, Any]] = {
 
 
 def tiny_mixture(family: str) -> PreTrainedModel:
-    """Two layers of two experts, with random fp32 weights."""
+    """Return a model of two layers of two experts, with random fp32 weights."""
     config = AutoConfig.for_model(
         family,
         vocab_size=101,

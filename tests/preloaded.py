@@ -25,5 +25,5 @@ def _load() -> None:
 
 gc.disable()  # it would scan the imported modules repeatedly
 _load()
-gc.freeze()  # else it would copy their pages in every rank
+gc.freeze()  # otherwise every rank would copy their pages
 gc.enable()

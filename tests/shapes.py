@@ -8,7 +8,7 @@ from typing import Any
 import jaxtyping
 
 CHECKED_CALLS = 20
-"""First calls of a function, all of them checked."""
+"""Number of first calls of a function, all of which are checked."""
 
 CHECK_EVERY = 50
 """One of this many later calls is checked."""

@@ -95,7 +95,7 @@ REFERENCE = torch.tensor([-3.5, -8.0, -0.5]), torch.tensor([-3.0, -4.0, -5.0])
 
 
 def make_trainer(**settings: object) -> SimpleNamespace:
-    """Attributes of the trainer that TRL's losses read."""
+    """Return the attributes of the trainer that TRL's losses read."""
     accelerator = SimpleNamespace(gather=_identity, gather_for_metrics=_identity, device="cpu")
     metrics = defaultdict(lambda: defaultdict(list))
     return SimpleNamespace(
@@ -108,7 +108,7 @@ def _identity(value: object) -> object:
 
 
 def make_outputs(logps: torch.Tensor, tokens: int) -> SimpleNamespace:
-    """Model outputs with each response's log-probability spread evenly over its tokens."""
+    """Return model outputs with each response's log-probability spread evenly over its tokens."""
     token_logps = (logps / tokens)[:, None].expand(-1, tokens)
     zeros = torch.zeros_like(token_logps)
     return SimpleNamespace(

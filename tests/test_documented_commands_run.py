@@ -100,7 +100,7 @@ MODELS += ("facebook/opt-13b",)
 
 
 def all_commands() -> list[str]:
-    """Every distinct documented command, with normalized whitespace."""
+    """Return every distinct documented command, with normalized whitespace."""
     return list(dict.fromkeys(" ".join(line.split()) for _, line in command_lines()))
 
 

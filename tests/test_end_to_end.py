@@ -48,7 +48,7 @@ PPO_METRICS = {
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """The lines of a metrics.jsonl."""
+    """Return the lines of a metrics.jsonl."""
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
@@ -62,7 +62,7 @@ def generate(directory: Path, text: str) -> str:
 
 
 def run(out: Path, sections: Sequence[str], *options: str) -> str:
-    """Output of `train.py` with short steps and adapters."""
+    """Return the output of `train.py` with short steps and adapters."""
     settings = [word for section in sections for word in (*SHORT[section], *LORA[section])]
     result = run_command("train.py", "--output-dir", str(out), *settings, *options)
     assert result.returncode == 0, result.stderr

@@ -65,7 +65,7 @@ PROGRAMS = {
 
 @cache
 def find_imports(file: Path) -> list[str]:
-    """The modules that a file imports, anywhere in it."""
+    """Return the modules that a file imports, anywhere in it."""
     imports = []
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
@@ -78,17 +78,17 @@ def find_imports(file: Path) -> list[str]:
 
 
 def imported_packages(file: Path) -> Iterator[str]:
-    """The top-level packages that a file imports."""
+    """Yield the top-level packages that a file imports."""
     return (module.partition(".")[0] for module in find_imports(file))
 
 
 def subpackage(module: str) -> str:
-    """The subpackage of a module of `pipeline` or `inference`."""
+    """Return the subpackage of a module of `pipeline` or `inference`."""
     return module.split(".")[1]
 
 
 def module_files() -> dict[str, Path]:
-    """The files by module; without `__init__.py`, which re-exports names."""
+    """Return the files by module; without `__init__.py`, which re-exports names."""
     packages = [package for package in MAY_IMPORT if (ROOT / package).is_dir()]
     files = [file for package in packages for file in (ROOT / package).rglob("*.py")]
     return {

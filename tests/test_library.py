@@ -34,7 +34,7 @@ def program_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run_finetune(program_dir: Path, out: str, *, stage: int, steps: int) -> str:
-    """Standard output of the program on two processes."""
+    """Return the standard output of the program on two processes."""
     command = ("finetune.py", "model", "texts.txt", out, str(stage), str(steps))
     first, second = run_concurrently([command] * 2, cwd=program_dir, as_job=True)
     assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
@@ -42,7 +42,7 @@ def run_finetune(program_dir: Path, out: str, *, stage: int, steps: int) -> str:
 
 
 def train_with_pytorch(program_dir: Path) -> dict[str, Tensor]:
-    """Weights after AdamW on two lines per step, without decay of one-dimensional weights."""
+    """Return the weights after AdamW on two lines per step, without decay of vectors."""
     tokenizer = AutoTokenizer.from_pretrained(program_dir / "model")
     model = AutoModelForCausalLM.from_pretrained(program_dir / "model")
     matrices = [param for param in model.parameters() if param.ndim > 1]

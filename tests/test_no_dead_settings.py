@@ -34,7 +34,7 @@ NOT_SETTINGS = {"Stage", "CommandLine"}
 
 
 def setting_names() -> Iterator[str]:
-    """`Class.field` for every dataclass that the config modules define."""
+    """Yield `Class.field` for every dataclass that the config modules define."""
     for module in map(importlib.import_module, CONFIG_MODULES):
         for name, value in vars(module).items():
             is_local = isinstance(value, type) and value.__module__.startswith(module.__name__)
@@ -43,7 +43,7 @@ def setting_names() -> Iterator[str]:
 
 
 def names_read() -> set[str]:
-    """Names read as attributes, by getattr, or as options in the tables of the steps' settings."""
+    """Return names read as attributes, by getattr, or as options in the steps' settings."""
     classes = [stage.config_class for stage in STAGES]
     tables = [table for cls in classes for table in (cls.OPTIONS, cls.RUN_OPTIONS)]
     names = {option for table in tables for option in table}

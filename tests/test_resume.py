@@ -100,7 +100,7 @@ def train_step(config: StepConfig) -> None:
 
 
 def read_metrics(out: Path) -> list[dict[str, Any]]:
-    """The logged metrics, without times."""
+    """Return the logged metrics, without times."""
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     return [
         {name: value for name, value in line.items() if not name.startswith(TIME_PREFIXES)}
@@ -109,7 +109,7 @@ def read_metrics(out: Path) -> list[dict[str, Any]]:
 
 
 def read_checkpoint(out: Path, step: int) -> dict[str, torch.Tensor]:
-    """All tensors of a checkpoint."""
+    """Return all tensors of a checkpoint."""
     checkpoint = Checkpoint.open(out / "checkpoints" / f"step_{step:08d}")
     checkpoint.verify()
     tensors = {
@@ -199,7 +199,7 @@ EXPORTED_LAST: dict[str, dict[str, str]] = {
 
 
 def read_exported(directory: Path) -> dict[str, bytes]:
-    """The exported files of a run, by name."""
+    """Return the exported files of a run, by name."""
     return {
         str(path.relative_to(directory)): path.read_bytes()
         for pattern in ("*.safetensors", "*.json")

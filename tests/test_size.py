@@ -28,7 +28,7 @@ SUFFIXES = {".py", ".cpp", ".cu", ".cuh", ".h", ".js", ".css", ".html", ".jinja"
 
 
 def function_lengths(file: Path) -> Iterator[tuple[str, int]]:
-    """Names and lengths of the functions of a file, including nested ones."""
+    """Yield the name and length of each function in a file, including nested ones."""
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             assert node.end_lineno is not None

@@ -74,7 +74,7 @@ def read_metrics(directory: Path) -> list[dict[str, Any]]:
 
 
 def hash_weights(directory: Path) -> dict[str, str]:
-    """SHA-256 of every file of weights below `directory`."""
+    """Return the SHA-256 of every file of weights below `directory`."""
     hashes = {
         str(file.relative_to(directory)): hashlib.sha256(file.read_bytes()).hexdigest()
         for file in sorted(directory.rglob("*.safetensors"))

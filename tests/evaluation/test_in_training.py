@@ -23,7 +23,7 @@ CORRECT = "eval_arithmetic_correct"
 
 
 def make_config(directory: Path, **changes: Any) -> SFTConfig:
-    """Settings with demonstrations that always answer 7, which solves half of the task."""
+    """Return settings with demonstrations that always answer 7, which solves half of the task."""
     tokenizer = build_tokenizer()
     tiny_causal_lm("llama", vocab_size=len(tokenizer)).save_pretrained(directory / "base")
     tokenizer.save_pretrained(directory / "base")

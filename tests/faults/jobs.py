@@ -92,7 +92,7 @@ JOBS = {**CONFIGS, "pretrain": pretrain}
 
 
 def small_job(inputs: Path, step: str, **changes: Any) -> Any:
-    """A job with all kinds of state: dropout, accumulation, warm-up, loss scale, evaluations."""
+    """Return a job with all kinds of state: dropout, accumulation, loss scale, evaluations, ..."""
     data: DataConfig = DataConfig(path=(str(inputs / DATA),), max_eval_rows=6, max_length=64)
     if step == "pretrain":
         data = TextDataConfig(path=(str(inputs / TEXTS),), max_eval_rows=6, max_length=64)
@@ -161,7 +161,7 @@ class Forked:
                 os.kill(process.pid, number)
 
     def output(self) -> str:
-        """The output of all processes."""
+        """Return the output of all processes."""
         return "\n".join(log.read_text() for log in self.logs if log.exists())
 
 
@@ -228,7 +228,7 @@ class Command:
             raise AssertionError(f"it did not end within {seconds:g} s:\n{self.output()}") from None
 
     def output(self) -> str:
-        """The output so far."""
+        """Return the output so far."""
         return Path(self._log.name).read_text()
 
 
@@ -242,7 +242,7 @@ def _descendants(pid: int) -> list[int]:
 
 
 def step_args(config: StepConfig, *, processes: int | None = 2) -> list[str]:
-    """The command line of a step; its settings are written next to its output."""
+    """Return the command line of a step, and write its settings next to its output."""
     file = config.output_dir.with_name(f"{config.output_dir.name}.yaml")
     write_config(config, file)
     modules = {
@@ -259,7 +259,7 @@ def step_args(config: StepConfig, *, processes: int | None = 2) -> list[str]:
 
 
 def free_port() -> int:
-    """A free port of this machine."""
+    """Return a free port of this machine."""
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         return server.getsockname()[1]
@@ -297,9 +297,9 @@ def assert_same_tensors(actual: dict[str, torch.Tensor], expected: dict[str, tor
 def assert_same_end(out: Path, reference: Path, *, step: int, elastic: bool = False) -> None:
     """Assert that both runs have equal last checkpoints, metrics and exported models.
 
-    With other numbers of processes (`elastic`) random number generators are not compared, which
-    belong to processes, and the laboratory's figures have a tolerance: each process scores
-    other rows at once, which rounds differently.
+    With a different number of processes (`elastic`), random number generators, which belong to
+    processes, are not compared, and the laboratory's figures have a tolerance: each process
+    scores different rows together, which rounds differently.
     """
     assert read_metrics(out) == read_metrics(reference)
     tensors, expected_tensors = read_checkpoint(out, step), read_checkpoint(reference, step)

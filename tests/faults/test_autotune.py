@@ -17,7 +17,7 @@ ARGS = [
 
 
 def find_workers(pid: int) -> list[psutil.Process]:
-    """The training processes that the launcher started."""
+    """Return the training processes that the launcher started."""
     try:
         processes = psutil.Process(pid).children(recursive=True)
         commands = {process: process.cmdline() for process in processes}

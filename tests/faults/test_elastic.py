@@ -17,7 +17,7 @@ STEPS = 6
 
 
 def deterministic_config(inputs: Path, step: str, out: Path) -> StepConfig:
-    """Accumulation, warm-up, loss scale, stage 3; no dropout, whose masks are per process."""
+    """Return settings with accumulation, warm-up, loss scale and stage 3, but no dropout."""
     config = small_job(inputs, step, output_dir=out, max_steps=STEPS)
     zero = ZeroConfig(reduction="deterministic")
     return replace(config, model=replace(config.model, lora=None, zero=zero))
@@ -49,7 +49,7 @@ def start_node(command: list[str], port: int, *, first: bool) -> Command:
 
 
 def saved_world_sizes(out: Path) -> list[int]:
-    """World sizes of successive checkpoints, without repetitions."""
+    """Return the world sizes of successive checkpoints, without repetitions."""
     paths = sorted((out / "checkpoints").glob("step_*/manifest.json"))
     return [size for size, _ in groupby(Checkpoint.open(path.parent).world_size for path in paths)]
 

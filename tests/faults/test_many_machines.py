@@ -59,7 +59,7 @@ def finish(job: Command, code: int = 0, seconds: float = 240) -> str:
 
 
 def read_weights(out: Path) -> dict[str, bytes]:
-    """The exported models of all steps."""
+    """Return the exported models of all steps."""
     return {
         f"{step.name}/{name}": content
         for step in sorted(out.glob("step*"))

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Tally:
-    """Numbers of kills and what they interrupted."""
+    """Number of kills, by what they interrupted."""
 
     kills: int = 0
     in_a_save: int = 0

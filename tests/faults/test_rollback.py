@@ -30,7 +30,7 @@ POINTS = [
 
 
 def ppo_config(inputs: Path, out: Path) -> PPOConfig:
-    """Two rollbacks from iteration 2 to the start, then a stop: six iterations in total."""
+    """Return settings for two rollbacks from iteration 2 and a stop: six iterations in total."""
     return small_job(inputs, "ppo", output_dir=out, guards=(ALWAYS,), keep_last=2, eval_every=1)
 
 
@@ -97,7 +97,7 @@ def dpo_reference(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def dpo_config(toy: Path, out: Path) -> PreferenceConfig:
-    """The same for DPO."""
+    """Return the same settings for DPO."""
     always = PreferenceGuard(signal="repetition", limit=-1.0, window=1, action="rollback")
     settings = {"guards": (always,), "save_every": 1, "eval_every": 2, "max_steps": 4}
     return toy_config(toy, output_dir=out, **settings)
@@ -124,7 +124,7 @@ def test_dpo_killed_during_rollback_resumes_bitwise(
 
 
 def read_outcome(out: Path) -> tuple[list[str], Any]:
-    """Names of the checkpoints, and the result without times."""
+    """Return the names of the checkpoints, and the result without times."""
     result = json.loads((out / "result.json").read_text())
     del result["seconds"], result["changed_settings"]
     return sorted(path.name for path in (out / "checkpoints").iterdir()), result

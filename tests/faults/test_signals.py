@@ -22,7 +22,7 @@ STEPS = 20
 
 
 def signal_job(inputs: Path, out: Path) -> StepConfig:
-    """A job that saves only when it receives a signal."""
+    """Return a job that saves only when it receives a signal."""
     return small_job(inputs, "sft", output_dir=out, max_steps=STEPS, save_every=None)
 
 
@@ -35,7 +35,7 @@ def long_reference(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
 
 
 def count_lines(out: Path) -> int:
-    """The number of metrics lines so far."""
+    """Return the number of metrics lines so far."""
     path = out / "metrics.jsonl"
     return path.read_text().count("\n") if path.exists() else 0
 
@@ -154,7 +154,7 @@ def test_ctrl_c_during_export_loses_no_step(processes: int, inputs: Path, tmp_pa
 
 
 def train_args(config: StepConfig, out: Path) -> list[str]:
-    """The `train.py` command with the settings of a step 1."""
+    """Return the `train.py` command with the settings of a step 1."""
     args = ["train.py", "--step", "1", "--output-dir", str(out), "--deployment-type"]
     args += ["single_node", "--num-processes", "2"]
     for name, value in changed_settings(config).items():

@@ -80,6 +80,6 @@ class Actor:
         return [response.ids for response in responses]
 
     def weights(self) -> dict[str, Tensor]:
-        """The full, unsharded weights by name."""
+        """Return the full, unsharded weights by name."""
         named = named_weights(base_model(self.model), self.engine)
         return {name: weight.clone() for name, weight in named}

@@ -66,7 +66,7 @@ class Chat:
         self.read_until(PROMPT)
 
     def messages(self, file: Path) -> list[tuple[str, str]]:
-        """The current dialogue, from /save."""
+        """Return the current dialogue, from /save."""
         self.type(f"/save {file}\n")
         self.read_until("(saved ")
         self.read_until(PROMPT)

@@ -29,7 +29,7 @@ QUESTION = {"role": "user", "content": "Q"}
 
 
 def pair(choice: int | None, **changes: Any) -> dict[str, Any]:
-    """A comparison of the responses `short` and `a longer one`."""
+    """Return a comparison of the responses `short` and `a longer one`."""
     return {
         "kind": "pair",
         "rater": "anna",

@@ -110,7 +110,7 @@ def test_killed_run_resumes_after_its_last_complete_line(
     expected, actual = read_rows(full), read_rows(resumed)
     assert actual[0].pop("kept")
     for row, expected_row in zip(actual, expected, strict=True):
-        # Batches have other rows, so that rounding may differ.
+        # Batches have different rows, so rounding may differ.
         assert row.pop("logprobs")[0] == pytest.approx(expected_row.pop("logprobs")[0], abs=1e-5)
         assert row == expected_row
     assert not partial.exists()

@@ -32,7 +32,7 @@ class UnshardedWeights:
         self._model = model
 
     def iter_gathered_units(self) -> Iterator[list[nn.Parameter]]:
-        """All parameters as one unit."""
+        """Yield all parameters as one unit."""
         yield list(self._model.parameters())
 
 
@@ -74,7 +74,7 @@ def generate_greedy(model: PreTrainedModel, prompts: list[list[int]]) -> list[li
 
 @torch.no_grad()
 def run_variants(size: int) -> dict[str, tuple[Tensor, list[list[int]], int]]:
-    """Logits, greedy responses to this rank's prompts, and bytes of this rank's weights."""
+    """Return logits, greedy responses to this rank's prompts, and the bytes of its weights."""
     outputs: dict[str, tuple[Tensor, list[list[int]], int]] = {}
     for name, (family, changes) in VARIANTS.items():
         model = make_replica(make_model(family, changes), size)
@@ -162,7 +162,7 @@ def test_unshardable_model_is_rejected(
 
 
 def generate_own() -> dict[str, Any]:
-    """Lengths of this rank's responses, and its number of key heads."""
+    """Return the lengths of this rank's responses, and its number of key/value heads."""
     model = make_replica(make_model("llama", {}), 2)
     completions = generate_each(
         model,
@@ -181,7 +181,7 @@ def test_each_rank_gets_the_responses_to_its_prompts() -> None:
 
 
 def make_trained(family: str, lora: LoraConfig | None, precision: str) -> nn.Module:
-    """A model of three blocks with random adapters."""
+    """Return a model of three blocks with random adapters."""
     model = getattr(make_model(family, {"num_hidden_layers": 3}), precision)()
     trained = model if lora is None else add_lora(model, lora, task="causal", seed=1)
     noise = torch.Generator().manual_seed(1)
@@ -192,7 +192,7 @@ def make_trained(family: str, lora: LoraConfig | None, precision: str) -> nn.Mod
 
 @torch.no_grad()
 def run_replica(trained: nn.Module, *, shares: bool, stages: Group) -> list[Any]:
-    """Logits, responses and weight hash of a replica, before and after a weight update."""
+    """Return a replica's logits, responses and weight hash, before and after a weight update."""
     replica = Replica(trained, shares=shares, stages=stages)
     outputs: list[Any] = []
     for _ in range(2):

@@ -4,7 +4,7 @@ import psutil
 
 
 def worker_processes() -> list[psutil.Process]:
-    """The supervisors of reward workers and all their descendants."""
+    """Return the supervisors of reward workers and all their descendants."""
     supervisors = [
         process
         for process in psutil.Process().children()

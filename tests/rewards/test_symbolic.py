@@ -23,7 +23,7 @@ def reward(gold: object, response: str) -> float | None:
 
 
 def find_wrong(rows: list[str]) -> list[str]:
-    """Rows whose reward is not the label."""
+    """Return rows whose reward is not the label."""
     split = [row.rsplit(" | ", 2) for row in rows]
     return [
         row

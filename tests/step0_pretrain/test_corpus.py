@@ -55,7 +55,7 @@ def test_batches_keep_the_mixture_and_pass_ends_with_shortest_file() -> None:
 
 
 def document(number: int, *, length: int = 40) -> list[int]:
-    """A document that is unique to its number."""
+    """Return a document that is unique to its number."""
     return [*number.to_bytes(4, "little"), *[number % 251] * (length - 5), EOS]
 
 
@@ -66,7 +66,7 @@ def open_test_corpus(paths: Sequence[Path], *, name: str = "bytes", **settings: 
 
 
 def eval_documents(corpus: Corpus) -> set[int]:
-    """Numbers of the documents whose beginning is in the evaluation rows."""
+    """Return the numbers of the documents whose beginning is in the evaluation rows."""
     return {
         int.from_bytes(bytes(ids[:4].tolist()), "little")
         for row in corpus.eval_rows
@@ -76,7 +76,7 @@ def eval_documents(corpus: Corpus) -> set[int]:
 
 
 def train_documents(corpus: Corpus) -> set[int]:
-    """Numbers of the documents whose beginning is in one pass of the training rows."""
+    """Return the numbers of the documents whose beginning is in one pass of the training rows."""
     numbers: set[int] = set()
     for _ in range(corpus.stream.num_steps(1, None)):
         for row in corpus.next_rows():

@@ -77,7 +77,7 @@ def read_metric(config: PretrainConfig, name: str) -> list[float]:
 
 @torch.no_grad()
 def plain_perplexity(path: Path, rows: Sequence[TokenRow]) -> float:
-    """Perplexity by transformers, one sequence at a time."""
+    """Compute the perplexity with transformers, one sequence at a time."""
     model = AutoModelForCausalLM.from_pretrained(path)
     nll, count = 0.0, 0
     for row in rows:

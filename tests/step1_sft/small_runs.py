@@ -39,7 +39,7 @@ def write_task(directory: Path, family: str, *, blocks: int = 3, **changes: Any)
 def make_config(
     task: Path, out: Path, *, pp: int = 1, tp: int = 1, model: Any = None, **changes: Any
 ) -> SFTConfig:
-    """Settings of three steps with at least three micro-batches each."""
+    """Return settings of three steps with at least three micro-batches each."""
     optim = OptimConfig(lr=0.003, schedule="constant", warmup_ratio=0.0, max_grad_norm=0.5)
     defaults: dict[str, Any] = {
         "parallel": ParallelConfig(pp=pp, tp=tp, micro_batches=3),
@@ -65,7 +65,7 @@ def run(config: SFTConfig) -> None:
 
 
 def outcome(out: Path) -> dict[str, Any]:
-    """Hashes of the weight files, and the logged metrics."""
+    """Return hashes of the weight files, and the logged metrics."""
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     names = ("loss", "grad_norm", "lr", "skipped", "eval_perplexity")
     return {
@@ -79,7 +79,7 @@ def outcome(out: Path) -> dict[str, Any]:
 
 
 def read_state(out: Path, step: int) -> dict[str, Tensor]:
-    """The tensors of a checkpoint, without the random number generators of each process."""
+    """Return the tensors of a checkpoint, without the random number generators of each process."""
     checkpoint = Checkpoint.open(out / "checkpoints" / f"step_{step:08d}")
     checkpoint.verify()
     keys = [key for key in sorted(checkpoint.keys()) if not key.startswith("random/")]

@@ -129,7 +129,7 @@ def test_checkpoint_resumes_on_other_numbers_of_stages_bitwise(tmp_path: Path) -
 
 
 def overflow_steps(config: SFTConfig, skips: list[int]) -> list[bool]:
-    """Two optimizer steps, the first with a non-finite gradient on the last stage only."""
+    """Take two optimizer steps, the first with a non-finite gradient on the last stage only."""
     with split_mesh(replicas=1, pp=2, timeout_seconds=60.0) as mesh:
         rows = load_rows(config, config.model, step=1)
         with Run(config, name="step1_sft", total_steps=2, mesh=mesh) as run:

@@ -215,7 +215,7 @@ def all_equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
 
 
 def overflow_steps(config: SFTConfig) -> tuple[list[bool], list[float]]:
-    """Two optimizer steps, the first with a non-finite gradient in the second rank's shard."""
+    """Take two optimizer steps, the first with a non-finite gradient in the second rank's shard."""
     with split_mesh(replicas=1, tp=2, timeout_seconds=60.0) as mesh:
         rows = load_rows(config, config.model, step=1)
         with Run(config, name="step1_sft", total_steps=2, mesh=mesh) as run:

@@ -31,7 +31,7 @@ CPU = torch.device("cpu")
 
 
 def small_task(directory: Path, **changes: Any) -> SFTConfig:
-    """A tiny random Llama and forty sums."""
+    """Return settings for a tiny random Llama and forty sums."""
     tokenizer = build_tokenizer()
     tiny_causal_lm("llama", vocab_size=len(tokenizer)).save_pretrained(directory / "base")
     tokenizer.save_pretrained(directory / "base")

@@ -14,7 +14,7 @@ POLITE, CURT, RUDE = "Sure! It is {}.", "It is {}.", "Go away. It is {}."
 
 
 def make_rows(kind: str, *, count: int = 48) -> list[dict[str, Any]]:
-    """Rows with labels of the given kind."""
+    """Return rows with labels of the given kind."""
     return [_row(kind, number) for number in range(count)]
 
 
@@ -55,7 +55,7 @@ def save_base(directory: Path, family: str = "llama", **changes: Any) -> Path:
 
 
 def make_config(directory: Path, data: Path, base: Path, **changes: Any) -> RewardConfig:
-    """Settings of a short run of step 2 on all rows of `data`."""
+    """Return settings of a short run of step 2 on all rows of `data`."""
     optim = OptimConfig(lr=0.003, schedule="constant", warmup_ratio=0.0)
     settings: dict[str, Any] = {
         "output_dir": directory / "out",

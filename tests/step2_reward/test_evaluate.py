@@ -30,7 +30,7 @@ def reward_dir(actor_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
 
 
 def transformers_score(directory: Path, prompt: str, answer: str) -> float:
-    """The score computed with `transformers`."""
+    """Compute the score with `transformers`."""
     model = AutoModelForSequenceClassification.from_pretrained(directory)
     tokenizer = AutoTokenizer.from_pretrained(directory)
     encoded = resolve_format(tokenizer, "auto").encode(

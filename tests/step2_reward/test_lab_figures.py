@@ -19,7 +19,7 @@ from step2_reward.lab.figures import (
 
 
 def simulate_pairs(count: int, *, sharpness: float = 1.0) -> torch.Tensor:
-    """Logits of pairs won with probability sigmoid(difference), multiplied by `sharpness`."""
+    """Return logits of pairs won with probability sigmoid(difference), times `sharpness`."""
     generator = torch.Generator().manual_seed(0)
     difference = torch.randn(count, generator=generator) * 2
     wins = torch.rand(count, generator=generator) < torch.sigmoid(difference)

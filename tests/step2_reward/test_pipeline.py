@@ -44,7 +44,7 @@ def run(config: RewardConfig) -> None:
 
 
 def read_outcome(out: Path) -> dict[str, Any]:
-    """All outputs of the step that don't depend on time."""
+    """Return all outputs of the step that don't depend on time."""
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     names = {"step", "loss", "accuracy", "grad_norm", "skipped"}
     return {

@@ -99,7 +99,7 @@ def save_actor(toy: Path) -> None:
 
 
 def game_config(toy: Path, environment: str, **changes: Any) -> PPOConfig:
-    """Settings of GRPO on groups of four in an environment of `GAMES`."""
+    """Return settings of GRPO on groups of four in an environment of `GAMES`."""
     save_actor(toy)
     file = toy / "games.py"
     if not file.exists():  # another process may be reading it
@@ -119,12 +119,12 @@ def game_config(toy: Path, environment: str, **changes: Any) -> PPOConfig:
 
 
 def game_models(config: PPOConfig, sources: RewardSources) -> Models:
-    """The toy models with the environment's workers."""
+    """Return the toy models with the environment's workers."""
     return replace(toy_models(config), sources=sources)
 
 
 def make_prompts(models: Models, *extra: dict[str, Any]) -> list[Prompt]:
-    """One prompt per mapping of columns."""
+    """Return one prompt per mapping of columns."""
     messages = (Message("user", "hi"),)
     ids = models.chat.encode_prompt(messages)
     return [Prompt(messages, ids, columns) for columns in extra]

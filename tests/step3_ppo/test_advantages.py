@@ -20,7 +20,7 @@ def make_rewarded(
     counted: list[bool] | None = None,
     group_baseline: bool = False,
 ) -> RewardedResponses:
-    """Responses with the full reward at their last token."""
+    """Return responses with the full reward at their last token."""
     mask = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
     rewards = torch.zeros(mask.shape)
     rewards[torch.arange(len(lengths)), torch.tensor(lengths) - 1] = torch.tensor(returns)
@@ -38,7 +38,7 @@ def make_rewarded(
 
 
 def estimate_returns(name: str, returns: list[float], **settings: Any) -> list[float]:
-    """Advantages of responses of one token."""
+    """Return advantages of responses of one token."""
     rows = make_rewarded(returns, [1] * len(returns), **settings)
     return ESTIMATORS[name](rows).advantages.flatten().tolist()
 

@@ -27,7 +27,7 @@ GROUP_SIZE = 3
 
 
 def random_tensor(seed: int, *shape: int, scale: float = 1.0) -> Tensor:
-    """Random numbers in float64, so that only formulas make a difference."""
+    """Return random numbers in float64, so that only formulas make a difference."""
     generator = torch.Generator().manual_seed(seed)
     return scale * torch.randn(*shape, generator=generator, dtype=torch.float64)
 
@@ -46,7 +46,7 @@ def our_loss(
     kl_coef: float = 0.0,
     estimator: str = "k3",
 ) -> tuple[Tensor, Tensor]:
-    """Our loss of the six responses as one minibatch, and its gradient by log-probability."""
+    """Compute our loss of six responses as one minibatch, and its gradient by log-probability."""
     logprobs = NEW.clone().requires_grad_()
     flat, old = logprobs[MASK], OLD[MASK]
     lengths = torch.tensor(LENGTHS, dtype=torch.float64)[:, None].expand_as(MASK)[MASK]
@@ -67,7 +67,7 @@ def our_loss(
 def trl_loss(
     loss_type: str, level: str, region: TrustRegion, *, beta: float, corrected: bool
 ) -> tuple[Tensor, Tensor]:
-    """The same with TRL's trainer, whose log-probabilities are given."""
+    """Compute the same with TRL's trainer, whose log-probabilities are given."""
     trainer_class = pytest.importorskip("trl").GRPOTrainer
     logprobs = NEW.clone().requires_grad_()
     # TRL's bound for CISPO is the ratio itself.
@@ -145,12 +145,12 @@ def test_kl_loss_matches_trl(estimator: str, corrected: bool) -> None:
 
 
 def import_verl() -> Any:
-    """The module of verl's algorithms."""
+    """Return the module of verl's algorithms."""
     return pytest.importorskip("verl.trainer.ppo.core_algos", exc_type=ImportError)
 
 
 def make_rewarded(**changes: Any) -> RewardedResponses:
-    """Two groups of three responses, with rewards at their last tokens."""
+    """Return two groups of three responses, with rewards at their last tokens."""
     scores = random_tensor(5, len(LENGTHS))
     last = MASK.sum(dim=1, keepdim=True) - 1
     rewards = torch.zeros(MASK.shape, dtype=torch.float64).scatter(1, last, scores[:, None])

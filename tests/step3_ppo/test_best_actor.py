@@ -18,7 +18,7 @@ from tests.step3_ppo.toy import toy_config
 
 
 def worsening_config(toy: Path, out: Path, **changes: Any) -> PPOConfig:
-    """Settings in which the KL penalty dominates, so that each iteration makes the actor worse."""
+    """Return settings whose KL penalty dominates, so that each iteration makes the actor worse."""
     steps = {"max_steps": 2, "eval_every": 1, "max_prompt_length": 40}
     config = toy_config(toy, kl_coef=5000.0, output_dir=out, **steps, **changes)
     return replace(config, data=replace(config.data, max_eval_rows=4))

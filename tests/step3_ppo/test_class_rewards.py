@@ -20,7 +20,7 @@ BATCH = collate([Encoded([1, 20, 21, 30, 2], [False] * 3 + [True] * 2)])
 
 
 def class_reward_config(toy: Path, directory: Path, *, values: list[float] | None) -> PPOConfig:
-    """Settings with a reward model of three classes, as step 2 exports it."""
+    """Return settings with a reward model of three classes, as step 2 exports it."""
     config = toy_config(toy)
     model = load_classifier(config.reward, device=CPU, num_labels=3, seed=5)
     model.config.update({"class_values": values} if values else {})

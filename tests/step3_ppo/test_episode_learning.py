@@ -27,7 +27,7 @@ PLAIN: dict[str, Any] = {"kl_in": "none", "loss": "none", "reuse_forward": False
 
 
 def make_two_turn_episode() -> EpisodeResponse:
-    """A hand-made episode of two answers with an observation of three tokens between them."""
+    """Build an episode of two answers with an observation of three tokens between them."""
     opening, first, between, second = [1, 20, 21], [30, END], [40, 41, 42], [31, 32, END]
     ids = [*opening, *first, *between, *second]
     trained = [False] * 3 + [True] * 2 + [False] * 3 + [True] * 3

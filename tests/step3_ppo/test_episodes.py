@@ -28,7 +28,7 @@ from tests.step3_ppo.toy import END
 
 @contextmanager
 def load_with_workers(config: PPOConfig) -> Iterator[Models]:
-    """The toy models, with the environment's workers."""
+    """Yield the toy models, with the environment's workers."""
     with RewardSources(config) as sources:
         yield game_models(config, sources)
 
@@ -46,7 +46,7 @@ def run_episodes(
 
 
 def answer_ids(episode: EpisodeResponse) -> list[list[int]]:
-    """The tokens of each answer."""
+    """Return the tokens of each answer."""
     turns: list[list[int]] = []
     before = False
     for token, trained in zip(episode.sequence.input_ids, episode.sequence.trained, strict=True):

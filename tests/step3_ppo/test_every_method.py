@@ -25,7 +25,7 @@ CASES = [
 
 
 def make_config(method: str, toy: Path, out: Path, **changes: Any) -> PPOConfig:
-    """Settings of a method on groups of two, with scores clipped to signs, some equal."""
+    """Return settings of a method on groups of two, with scores clipped to signs, some equal."""
     row = {**METHODS[method], "rollout_size": 8, "batch_size": 4}
     row["batch_size"] = 8 if row.get("loss") == "none" else 4
     row["group_size"] = min(2, row.get("group_size", 1))
@@ -56,7 +56,7 @@ def at_stage(config: PPOConfig, stage: int, out: Path) -> PPOConfig:
 
 
 def load_actor(out: Path) -> dict[str, torch.Tensor]:
-    """The actor's weights."""
+    """Return the actor's weights."""
     return load_file(out / "actor" / "model.safetensors")
 
 

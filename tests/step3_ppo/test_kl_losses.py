@@ -19,7 +19,7 @@ OLD_POLICY = torch.tensor([0.9, 0.4, -0.2, 0.0], dtype=torch.float64).log_softma
 
 
 def gradient(function: Callable[[Tensor], Tensor]) -> Tensor:
-    """Gradient of a function of the policy's log-probabilities, by its logits."""
+    """Return the gradient of a function of the policy's log-probabilities, by its logits."""
     logits = LOGITS.clone().requires_grad_()
     (grad,) = torch.autograd.grad(function(logits.log_softmax(dim=0)), logits)
     return grad
@@ -33,7 +33,7 @@ REVERSE_KL_GRADIENT = gradient(lambda logprobs: (REFERENCE.exp() * (REFERENCE - 
 
 
 def expected_gradient(estimator: str, sampler: Tensor | None = None) -> Tensor:
-    """The mean gradient of a loss over tokens sampled by the policy, or by `sampler`."""
+    """Return the mean gradient of a loss over tokens sampled by the policy, or by `sampler`."""
 
     def loss(logprobs: Tensor) -> Tensor:
         old = logprobs.detach() if sampler is None else sampler

@@ -78,7 +78,7 @@ def test_whitening_gives_mean_0_and_variance_1() -> None:
 
 
 def loss_at(ratio: float, advantage: float, **settings: float) -> tuple[float, float]:
-    """The loss of one token and its gradient by the new log-probability."""
+    """Return the loss of one token and its gradient by the new log-probability."""
     logprobs = torch.tensor([math.log(ratio) - 1.0], dtype=F64, requires_grad=True)
     old = torch.tensor([-1.0], dtype=F64)
     region = TrustRegion(**{"clip": 0.2, "clip_high": 0.2, **settings})

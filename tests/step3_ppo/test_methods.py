@@ -26,7 +26,7 @@ REWARDS = torch.tensor([1.0, 0.0, 0.5, 2.0, 1.0, 1.0, 1.0, 1.0])
 
 
 def group_config(toy: Path, **changes: Any) -> PPOConfig:
-    """Settings of two groups of four responses in one update."""
+    """Return settings of two groups of four responses in one update."""
     settings = {"advantage": "rloo", "group_size": 4, "kl_in": "none", "missing_eos_score": None}
     return toy_config(toy, **{**settings, **changes})
 
@@ -47,7 +47,7 @@ def rewarded_rollout(
 def compute_gradient(
     experience: Experience, config: PPOConfig, rewards: Tensor = REWARDS
 ) -> Tensor:
-    """The actor's gradient of one update on these responses."""
+    """Return the actor's gradient of one update on these responses."""
     models = toy_models(config)
     run_update(models, rewarded_rollout(experience, config, rewards), config)
     return read_flat_gradient(models.actor)

@@ -16,7 +16,7 @@ from tests.step3_ppo.toy import FEW, toy_config
 
 
 def project_files(files: Iterable[str]) -> set[str]:
-    """The files of the project's packages, relative to the repository."""
+    """Return the files of the project's packages, relative to the repository."""
     paths = [Path(file).relative_to(ROOT) for file in files if file.startswith(f"{ROOT}/")]
     return {str(path) for path in paths if path.parts[0] in PACKAGES}
 

@@ -51,7 +51,7 @@ SHORT = ("ppo",)
 
 
 def make_config(directory: Path, out: Path, *, pp: int, **changes: Any) -> PPOConfig:
-    """Settings of two iterations with three micro-batches each."""
+    """Return settings of two iterations with three micro-batches each."""
     parallel = {"pp": pp, "micro_batches": 3, **changes.pop("parallel", {})}
     model = changes.pop("models", {})
     optim = OptimConfig(lr=0.003, eps=1e-5, schedule="constant", max_grad_norm=0.5)
@@ -80,7 +80,7 @@ def run(config: PPOConfig) -> None:
 
 
 def read_outcome(out: Path) -> dict[str, Any]:
-    """All outputs that don't depend on time.
+    """Return all outputs that don't depend on time.
 
     The rollout gap is excluded, since its last digit depends on the sequences that are generated
     together.

@@ -17,7 +17,7 @@ REGION = TrustRegion(clip=0.2, clip_high=0.3)
 def losses_at(
     name: str, log_ratios: list[float], advantages: list[float]
 ) -> tuple[list[float], list[float]]:
-    """Losses of the tokens of `MASK` at old log-probabilities of -2, and their gradients."""
+    """Return the losses of `MASK`'s tokens at old log-probabilities of -2, and their gradients."""
     old = torch.full((5,), -2.0, dtype=F64)
     logprobs = (old + torch.tensor(log_ratios, dtype=F64)).requires_grad_()
     policy_loss = LOSSES[name]

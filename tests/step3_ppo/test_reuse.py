@@ -55,7 +55,7 @@ def make_config(toy: Path, *, reuse: bool, **changes: Any) -> PPOConfig:
 def run_two_iterations(
     directory: str, changes: Mapping[str, Any], *, reuse: bool
 ) -> dict[str, Any]:
-    """Masters of both models, metrics, and the number of forward passes with gradients."""
+    """Return both models' masters, metrics, and the number of forward passes with gradients."""
     config = make_config(Path(directory), reuse=reuse, **changes)
     models = toy_models(config)
     engines = {"actor": models.actor, "critic": models.critic}

@@ -72,7 +72,7 @@ def make_source(file: Path, name: str, **settings: Any) -> RewardConfig:
 
 
 def group_config(toy: Path, *rewards: RewardConfig, **changes: Any) -> PPOConfig:
-    """Settings of GRPO on two prompts with four responses each."""
+    """Return settings of GRPO on two prompts with four responses each."""
     settings = {"advantage": "grpo", "group_size": 4, "max_prompt_length": 40, **changes}
     config = toy_config(toy, rewards=rewards, **settings)
     return replace(config, data=replace(config.data, max_eval_rows=4))
@@ -86,7 +86,7 @@ def make_prompts(*wanted: float | None) -> list[Prompt]:
 def compute_test_rewards(
     config: PPOConfig, *wanted: float | None, **options: Any
 ) -> ResponseRewards:
-    """Rewards of one response of two tokens per prompt; the third doesn't stop."""
+    """Return rewards of one response of two tokens per prompt; the third doesn't stop."""
     responses = [Response([30, END], [-1.0, -1.0], stopped=row != 2) for row in range(len(wanted))]
     with RewardSources(config) as sources:
         models = replace(toy_models(config), sources=sources)

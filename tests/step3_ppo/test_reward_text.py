@@ -29,7 +29,7 @@ TEMPLATE = (
 
 @pytest.fixture(scope="module")
 def foreign_reward(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random reward model with another tokenizer and template than the actor."""
+    """A random reward model with a different tokenizer and template from the actor's."""
     path = tmp_path_factory.mktemp("foreign")
     tokenizer = metaspace()
     tokenizer.chat_template = TEMPLATE
@@ -45,7 +45,7 @@ def make_config(toy: Path, reward: Path, **changes: object) -> PPOConfig:
 
 
 def make_dialogues(models: Models) -> list[Prompt]:
-    """Two prompts, the second of which starts the response."""
+    """Return two prompts, the second of which starts the response."""
     continued = (Message("user", "How are you?"), Message("assistant", "I am"))
     texts = [(Message("user", "Hi there."),), continued]
     return [Prompt(turns, models.chat.encode_prompt(turns)) for turns in texts]

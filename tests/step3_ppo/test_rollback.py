@@ -28,7 +28,7 @@ MAX_STEPS = 10
 
 
 def exploit_config(toy: Path, directory: Path, **changes: Any) -> PPOConfig:
-    """Settings that reward long responses, while the gold reward prefers short ones."""
+    """Return settings that reward long responses, while the gold reward prefers short ones."""
     file = directory / "rewards.py"
     file.write_text(REWARDS)
     longer, shorter = (

@@ -24,7 +24,7 @@ GRPO = METHODS["grpo"] | {"group_size": 2, "overlong": "score", "drop_solved": 1
 
 
 def make_prompts(num_rows: int = 20) -> Prompts:
-    """Prompts for rollouts of four groups of two; the prompt of row r is the token r."""
+    """Return prompts for rollouts of four groups of two; the prompt of row r is the token r."""
     return Prompts(
         train=[Prompt((), [row]) for row in range(num_rows)],
         held_out=[],
@@ -36,7 +36,7 @@ def make_prompts(num_rows: int = 20) -> Prompts:
 
 
 def prompts_by_key(*batches: PromptBatch) -> dict[int, list[int]]:
-    """The prompts by key; no key occurs twice."""
+    """Return the prompts by key; no key occurs twice."""
     pairs = [pair for batch in batches for pair in zip(batch.keys, batch.inputs, strict=True)]
     assert len(dict(pairs)) == len(pairs)
     return dict(pairs)
@@ -55,7 +55,7 @@ def test_refills_take_the_next_prompts_with_new_keys() -> None:
 
 
 def read_local_prompts() -> tuple[dict[int, list[int]], list[int], list[int]]:
-    """This process's prompts by key and refilled groups, and the dead groups of all."""
+    """Return this process's prompts by key and refilled groups, and the dead groups of all."""
     prompts = make_prompts()
     first, refill = prompts.next_batch(), prompts.next_batch([0, 1, 2])
     rewards = torch.tensor([1.0, 1.0, 0.0, 1.0]) if rank() == 0 else torch.tensor([0.0, 1, 2, 2])

@@ -47,7 +47,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def make_config(directory: Path, changes: dict[str, Any]) -> PPOConfig:
-    """Settings of two iterations with one epoch each."""
+    """Return settings of two iterations with one epoch each."""
     config = toy_config(directory)
     changes = dict(changes)
     models = {
@@ -67,7 +67,7 @@ def run(config: PPOConfig) -> None:
 
 
 def read_figures(out: Path) -> list[dict[str, float]]:
-    """The logged numbers, without times and hashes."""
+    """Return the logged numbers, without times and hashes."""
     excluded = ("seconds", "tokens_per_second", "memory", "weights_hash", "time")
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     return [

@@ -45,7 +45,7 @@ def save_models(directory: Path, *, blocks: int = 2, **changes: Any) -> None:
 
 
 def toy_config(directory: Path, **changes: Any) -> PPOConfig:
-    """Eight prompts, one minibatch, responses of at most 8 tokens, constant rates, no clipping."""
+    """Return settings of eight prompts, one minibatch, at most 8 tokens and constant rates."""
     optim = OptimConfig(
         lr=0.01, eps=1e-5, schedule="constant", warmup_ratio=0.0, max_grad_norm=None
     )
@@ -66,7 +66,7 @@ def toy_config(directory: Path, **changes: Any) -> PPOConfig:
 
 
 def toy_models(config: PPOConfig) -> Models:
-    """The models that step 3 loads, with hand-set score moments."""
+    """Return the models that step 3 loads, with hand-set score moments."""
     models = load_models(config, load_chat(config.actor, config.data), iterations=4)
     if models.reward is not None and config.normalize_score:
         models.set_score_normalization(0.5, 2.0)
@@ -74,7 +74,7 @@ def toy_models(config: PPOConfig) -> Models:
 
 
 def toy_rollout(models: Models, config: PPOConfig, *, seed: int = 0) -> Rollout:
-    """A rollout of the actor's responses to all prompts; three of them stop."""
+    """Return a rollout of the actor's responses to all prompts; three of them stop."""
     keys = [seed * len(PROMPTS) + row for row in range(len(PROMPTS))]
     responses = generate_responses(models, PROMPTS, config, keys=keys)
     for row, length in ((1, 3), (4, 1), (6, 5)):
@@ -87,7 +87,7 @@ def toy_rollout(models: Models, config: PPOConfig, *, seed: int = 0) -> Rollout:
 
 
 def flat_weights(model: torch.nn.Module) -> torch.Tensor:
-    """All parameters as one vector."""
+    """Return all parameters as one vector."""
     return torch.cat([param.detach().float().flatten() for param in model.parameters()])
 
 
@@ -104,7 +104,7 @@ def run_update(
 
 
 def read_gradients(engine: Engine) -> dict[str, Tensor]:
-    """The gradient of the engine's only step, from Adam's first moment, which is a tenth of it."""
+    """Return the gradient of the engine's only step: ten times Adam's first moment."""
     return {
         name: moment / (1 - engine.optim.betas[0])
         for group in engine.groups
@@ -113,10 +113,10 @@ def read_gradients(engine: Engine) -> dict[str, Tensor]:
 
 
 def read_flat_gradient(engine: Engine) -> Tensor:
-    """The gradient as one vector."""
+    """Return the gradient as one vector."""
     return torch.cat([grad.flatten() for grad in read_gradients(engine).values()])
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:
-    """Relative L2 distance."""
+    """Compute the relative L2 distance."""
     return ((actual - expected).norm() / expected.norm()).item()

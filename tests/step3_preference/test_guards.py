@@ -61,7 +61,7 @@ def test_default_guard_warns_after_two_unhealthy_evaluations(
 
 
 def rollback_config(toy: Path, out: Path, **changes: Any) -> PreferenceConfig:
-    """Two rollbacks from step 2 to the start, then a stop: six steps in total."""
+    """Return settings for two rollbacks from step 2 to the start, then a stop: six steps in all."""
     settings = {"guards": (ALWAYS,), "save_every": 1, "eval_every": 2, "max_steps": 4, **changes}
     return toy_config(toy, output_dir=out, **settings)
 

@@ -45,7 +45,7 @@ def make_config(toy: Path, out: Path, method: str, *, pp: int, **changes: Any) -
 
 
 def read_outcome(out: Path) -> dict[str, Any]:
-    """All outputs that don't depend on time."""
+    """Return all outputs that don't depend on time."""
     return {
         "weights": {
             str(file.relative_to(out)): hashlib.sha256(file.read_bytes()).hexdigest()

@@ -42,7 +42,7 @@ def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
 
 
 def toy_config(directory: Path, method: str = "dpo", **changes: Any) -> PreferenceConfig:
-    """Settings of a method for four steps of eight pairs."""
+    """Return settings of a method for four steps of eight pairs."""
     data: Mapping[str, Any] = {
         "path": (str(directory / "pairs.jsonl"),),
         "max_length": 64,
@@ -71,7 +71,7 @@ def toy_config(directory: Path, method: str = "dpo", **changes: Any) -> Preferen
 
 
 def metrics(out: Path) -> list[dict[str, Any]]:
-    """The logged metrics, without times."""
+    """Return the logged metrics, without times."""
     prefixes = ("seconds", "tokens_per_second", "memory_gb")
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     return [{name: line[name] for name in line if not name.startswith(prefixes)} for line in lines]

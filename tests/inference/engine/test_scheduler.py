@@ -63,7 +63,7 @@ def assert_close(actual: Response, expected: Response, *, count: int | None = No
 
 
 def run_fresh(model: PreTrainedModel, request: Request) -> Response:
-    """The response of a new batch, which reads the prompt in one pass."""
+    """Return the response of a new batch, which reads the prompt in one pass."""
     return run_request(OpenBatch(model, num_slots=1, capacity=CAPACITY), request).response
 
 

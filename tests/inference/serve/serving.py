@@ -137,7 +137,7 @@ def serving_page(out: Path) -> Iterator[LiveServer]:
 def request_bytes(
     path: str, body: object = None, *, method: str = "POST", headers: dict[str, str] | None = None
 ) -> bytes:
-    """A complete HTTP request that closes its connection."""
+    """Return a complete HTTP request that closes its connection."""
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
     content = b"" if body is None else content
     fields = {
@@ -203,17 +203,17 @@ def _join_chunks(chunks: bytes) -> bytes:
 
 
 def post(running: LiveServer, path: str, body: object, **headers: str) -> HttpResponse:
-    """The response to a request with a JSON body."""
+    """Return the response to a request with a JSON body."""
     return send(running, request_bytes(path, body, headers=headers))
 
 
 def get(running: LiveServer, path: str, **headers: str) -> HttpResponse:
-    """The response to a request without a body."""
+    """Return the response to a request without a body."""
     return send(running, request_bytes(path, method="GET", headers=headers))
 
 
 def chat(text: str = "What is 2 plus 2?", **fields: Any) -> dict[str, Any]:
-    """The body of a chat request with one message."""
+    """Return the body of a chat request with one message."""
     return {"model": "tiny", "messages": [{"role": "user", "content": text}], **fields}
 
 
@@ -221,14 +221,14 @@ CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
 
 def make_client(server: LiveServer) -> Any:
-    """A client of OpenAI's package."""
+    """Return a client of OpenAI's package."""
     import openai
 
     return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
 
 
 def stream_events(response: HttpResponse) -> list[dict[str, Any]]:
-    """The objects of a stream, which must end with [DONE]."""
+    """Return the objects of a stream, which must end with [DONE]."""
     *parts, last, rest = response.body.decode().split("\n\n")
     assert (last, rest) == ("data: [DONE]", "")
     return [json.loads(part.removeprefix("data: ")) for part in parts if part.startswith("data: ")]

@@ -71,7 +71,7 @@ PATHS = (CHAT, CHAT, COMPLETIONS, COMPLETIONS, "/tokenize", "/v1/score")
 
 
 def make_request(rng: random.Random) -> bytes:
-    """A request with a few random fields, or with a random body."""
+    """Return a request with a few random fields, or with a random body."""
     path = rng.choice(PATHS)
     if rng.random() < 0.1:
         return request_bytes(path, rng.choice(BODIES))

@@ -55,7 +55,7 @@ def disconnect_clients(server: LiveServer, count: int) -> None:
 
 
 def count_threads() -> int:
-    """Threads, without the permanent ones of the event loop's pool."""
+    """Return the number of threads, without the permanent ones of the event loop's pool."""
     return sum(not thread.name.startswith("asyncio") for thread in threading.enumerate())
 
 

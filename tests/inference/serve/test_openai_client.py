@@ -24,8 +24,8 @@ if TYPE_CHECKING:  # importing it takes half a second
 
 
 def transformers_copy(served: ServedModel) -> Any:
-    """The same model in `transformers`."""
-    config = copy.deepcopy(served.model.config)  # else its attention changes too
+    """Return the same model in `transformers`."""
+    config = copy.deepcopy(served.model.config)  # otherwise, its attention changes too
     plain = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     plain.load_state_dict(served.model.state_dict())
     return plain.eval()
@@ -35,7 +35,7 @@ MESSAGES: Any = [{"role": "user", "content": "What is 2 plus 2?"}]
 
 
 def complete(server: LiveServer, **fields: Any) -> "ChatCompletion":
-    """A chat completion, validated by the client's types."""
+    """Return a chat completion, validated by the client's types."""
     from openai.types.chat import ChatCompletion
 
     with make_client(server) as client:

@@ -33,7 +33,7 @@ def complete(server: LiveServer, *messages: dict[str, str], **fields: Any) -> Ht
 
 
 def prompt_text(server: LiveServer, *messages: dict[str, str], **fields: Any) -> str:
-    """The prompt's text; a completion must count the same number of prompt tokens."""
+    """Return the prompt's text; a completion must count the same number of prompt tokens."""
     tokens = post(server, "/tokenize", {"messages": list(messages), **fields}).json["tokens"]
     response = complete(server, *messages, **fields)
     assert response.json["usage"]["prompt_tokens"] == len(tokens), response.json

@@ -18,7 +18,7 @@ def make_config(**settings: Any) -> SFTConfig:
 
 
 def compute_toy_memory(config: StepConfig, machine: Machine) -> StepMemory:
-    """100 for the model's state, sharded from stage 2 on; 10 for each row, or 2 recomputed."""
+    """Return 100 for the model's state, sharded from stage 2 on; 10 per row, or 2 recomputed."""
     model: TrainedModelConfig = config.model
     state = 100 if model.lora is None else 5 if model.quantize == "none" else 0
     if model.zero_stage >= 2:

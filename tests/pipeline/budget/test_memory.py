@@ -43,7 +43,7 @@ def llama(tmp_path: Path) -> str:
 def get_training_bytes(
     path: str, machine: Machine, location: Location = "device", *, model: Any = None, **step: Any
 ) -> dict[str, int]:
-    """Bytes of the training phase by kind."""
+    """Return the bytes of the training phase by kind."""
     trained = TrainedModelConfig(path=path, **(model or {}))
     config = SFTConfig(model=trained, keep_best=False, **{"batch_size": 32, **step})
     memory = step_memory(config, machine=machine)

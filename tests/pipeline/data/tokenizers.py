@@ -24,7 +24,7 @@ SHARED_DATA = Path(
 
 
 def byte_level(*, bos: bool = False) -> PreTrainedTokenizerBase:
-    """Like GPT-2's, with pad = eos. With `bos`, like OPT's: every text begins with <s>."""
+    """Build a tokenizer like GPT-2's (pad = eos) or, with `bos`, OPT's: texts begin with <s>."""
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -48,14 +48,14 @@ def byte_level(*, bos: bool = False) -> PreTrainedTokenizerBase:
 
 
 def metaspace(scheme: str = "always") -> PreTrainedTokenizerBase:
-    """SentencePiece as in current Llama tokenizers: texts begin with <s> and ▁."""
+    """Build a SentencePiece tokenizer as in current Llama models: texts begin with <s> and ▁."""
     backend = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
     return _sentencepiece(backend, [decoders.Metaspace(prepend_scheme=scheme, split=False)])
 
 
 def prepending() -> PreTrainedTokenizerBase:
-    """SentencePiece as in older Llama tokenizers: a normalizer prepends ▁."""
+    """Build a SentencePiece tokenizer as in older Llama models: a normalizer prepends ▁."""
     backend = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
     backend.normalizer = normalizers.Sequence(
         [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
@@ -81,7 +81,7 @@ def _sentencepiece(backend: Tokenizer, last_decoders: list) -> PreTrainedTokeniz
 
 
 def stories() -> PreTrainedTokenizerBase:
-    """The real tokenizer of stories260k."""
+    """Return the real tokenizer of stories260k."""
     path = SHARED_DATA / "stories260k"
     if not path.is_dir():
         pytest.skip(f"no tokenizer in {path}")

@@ -1,7 +1,7 @@
 """The engine in one process, on a GPU if there is one.
 
 Unlike in `test_stages.py`, the reference is the engine itself at stage 0, because kernels of a GPU
-round differently than those of the CPU.
+round differently from those of the CPU.
 """
 
 from typing import Any

@@ -20,7 +20,7 @@ MICRO_BATCHES = 8
 
 
 def digest(weights: dict[str, Tensor]) -> str:
-    """SHA-256 of all weights."""
+    """Return the SHA-256 of all weights."""
     sha256 = hashlib.sha256()
     for name in sorted(weights):
         sha256.update(weights[name].contiguous().view(torch.uint8).numpy().tobytes())
@@ -70,7 +70,7 @@ def test_deterministic_reduction_matches_bitwise_on_1_2_and_4_ranks(
 
 
 def digest_ties(dtype: str, stage: int, **zero: Any) -> tuple[str, str]:
-    """Digests of weights whose masters are ties between two bf16, before and after a no-op step."""
+    """Return digests of weights whose masters are ties between two bf16, around a no-op step."""
     config = settings(stage, max_norm=None, weight_decay=0.0, **zero)
     engine = Engine(build("llama", dtype), config, total_steps=2)
     bits = [(master.view(torch.int32) & ~0xFFFF) | 0x8000 for master in engine.masters()]
@@ -147,7 +147,7 @@ def train_adapters_at_every_stage() -> list[tuple[str, int]]:
 
 
 def train_adapters(stage: int) -> tuple[str, int]:
-    """Digest of the weights, and bytes of Adam moments; checks that frozen weights don't change."""
+    """Check that frozen weights don't change; return the weights' digest and the moments' bytes."""
     model = add_lora(build("llama", "bf16"), LoraConfig(rank=2), task="causal", seed=0)
     frozen = [name for name, param in model.named_parameters() if not param.requires_grad]
     before = digest({name: dict(model.named_parameters())[name].clone() for name in frozen})

@@ -27,7 +27,7 @@ def settings(stage: int, kernels: str, **zero: Any) -> TrainedModelConfig:
 def train(
     stage: int, kernels: str, dtype: str, micro_batches: int = 2, **zero: Any
 ) -> list[torch.Tensor]:
-    """Weights and moments after some steps."""
+    """Return weights and moments after some steps."""
     model = build("llama", dtype)
     engine = Engine(model, settings(stage, kernels, **zero), total_steps=STEPS)
     for step in range(STEPS):

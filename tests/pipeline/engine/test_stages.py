@@ -29,7 +29,7 @@ SCALE = 16.0
 
 
 def tokens(step: int, micro_batch: int, rank_index: int) -> Tensor:
-    """Two sequences of seven tokens, different for each step, micro-batch and rank."""
+    """Return two sequences of seven tokens, different for each step, micro-batch and rank."""
     generator = torch.Generator().manual_seed(10_000 * step + 100 * micro_batch + rank_index)
     return torch.randint(0, VOCAB, (2, 7), generator=generator)
 
@@ -87,7 +87,7 @@ def train(
 
 
 def find_differences(result: TrainingResult, expected: TrainingResult) -> list[str]:
-    """Names of the weights that are not the same bit for bit."""
+    """Return the names of the weights that are not bitwise identical."""
     assert result.weights.keys() == expected.weights.keys()
     return [
         name

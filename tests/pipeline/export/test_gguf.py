@@ -29,7 +29,7 @@ def export(source: Path, out: Path, number_format: str = "f32") -> gguf.GGUFRead
 
 
 def read_weights(reader: gguf.GGUFReader) -> dict[str, torch.Tensor]:
-    """All tensors, fp32."""
+    """Return all tensors in fp32."""
     return {
         x.name: torch.tensor(gguf.dequantize(x.data, x.tensor_type)).reshape(
             tuple(map(int, x.shape[::-1]))

@@ -7,12 +7,12 @@ from torch import Tensor
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
-    """Normal numbers, the same for each seed."""
+    """Return normal numbers, the same for each seed."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def relative_error(result: Tensor, exact: Tensor) -> float:
-    """The error relative to the norm; infinite with a NaN."""
+    """Return the error relative to the norm; infinite with a NaN."""
     norm = exact.norm().item() or 1.0
     error = ((result.double() - exact).norm() / norm).item()
     return error if math.isfinite(error) else math.inf

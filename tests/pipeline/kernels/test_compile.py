@@ -20,7 +20,7 @@ FEW = [
 
 
 def capabilities() -> list[int]:
-    """The compute capabilities that NVRTC, or else nvcc, supports."""
+    """Return the compute capabilities that NVRTC, or else nvcc, supports."""
     try:
         return [number for number in gpu.supported_capabilities() if number >= MIN_CAPABILITY]
     except KernelError:

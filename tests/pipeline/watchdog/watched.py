@@ -1,4 +1,4 @@
-"""A step of two processes that fails in the way of its argument."""
+"""A step of two processes that fails in the way that its argument names."""
 
 import os
 import signal

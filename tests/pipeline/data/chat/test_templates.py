@@ -100,7 +100,7 @@ def make_format(template: str, *tokens: str) -> ChatFormat:
 def trained_runs(
     chat_format: ChatFormat, prompt: Sequence[Message], response: Message
 ) -> list[str]:
-    """The trained runs of a row, whose token ids must begin with those of its prompt."""
+    """Return the trained runs of a row, whose token ids must begin with those of its prompt."""
     encoded = chat_format.encode(prompt, [response], origin="rows.jsonl line 1")
     prompt_ids = chat_format.encode_prompt(prompt)
     assert encoded.input_ids[: len(prompt_ids)] == prompt_ids
@@ -394,7 +394,7 @@ def test_prompt_may_contain_the_start_of_the_thinking() -> None:
 
 
 def turn_template(turn: str, prompt: str) -> str:
-    """A template of ChatML's structure with another assistant turn and generation prompt."""
+    """Build a ChatML-like template with a different assistant turn and generation prompt."""
     return (
         "{%- for m in messages %}{{- '<|im_start|>' + m.role + '\\n' -}}"
         "{%- set c = m.content -%}{%- set thought = m.reasoning_content | default('') -%}"
@@ -491,7 +491,7 @@ def test_reasoning_after_a_closed_thinking_channel_raises() -> None:
 
 
 def tool_template(call: str, end: str, *, tools: str = "{{- tools | tojson }}") -> str:
-    """A template of ChatML's structure with tool calls."""
+    """Build a ChatML-like template with tool calls."""
     return (
         f"{{%- if tools %}}{tools}{{% endif -%}}{{%- for m in messages -%}}"
         "{{- '<|im_start|>' + m.role + '\\n' -}}{%- if m.tool_calls -%}"

@@ -18,7 +18,7 @@ LABELED = {
 
 
 def load_prompts(path: Path, labels: tuple[Any, ...]) -> dict[int, set[str]]:
-    """Training prompts of each step; a fifth of the rows are pairs."""
+    """Return the training prompts of each step; a fifth of the rows are pairs."""
     rows = [
         {"prompt": f"q {n}", "response": f"a {n}", "label": labels[n % len(labels)]}
         if n % 5

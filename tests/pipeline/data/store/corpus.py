@@ -13,7 +13,7 @@ ORIGIN = Origin("bytes", "ab" * 32)
 
 
 def byte_vocabulary() -> Vocabulary:
-    """A tokenizer with a token for every byte and a special one, <|end|>, as eos."""
+    """Return a tokenizer with a token for every byte and a special one, <|end|>, as eos."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {byte: number for number, byte in enumerate(alphabet)}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))

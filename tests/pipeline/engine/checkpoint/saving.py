@@ -36,7 +36,7 @@ POINTS = [
 
 
 def make_fragments(step: int, *, rank: int = 0, world_size: int = 1) -> list[Fragment]:
-    """A weight that is sharded over the processes, and the random state of each, after `step`."""
+    """Return a weight sharded over the processes, and the random state of each, after `step`."""
     weight = torch.arange(NUMEL, dtype=torch.float32) + step
     start, stop = (NUMEL * index // world_size for index in (rank, rank + 1))
     state = torch.full((7,), step, dtype=torch.uint8)

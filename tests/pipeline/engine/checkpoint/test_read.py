@@ -30,7 +30,7 @@ DTYPES = [
 
 
 def random_bits(numel: int, dtype: torch.dtype, seed: int) -> Tensor:
-    """Random bits, including NaNs."""
+    """Return random bits, including NaNs."""
     generator = torch.Generator().manual_seed(seed)
     limit = 2 if dtype == torch.bool else 256
     size = (numel * dtype.itemsize,)

@@ -93,7 +93,7 @@ def save_at_every_stage(root: str) -> None:
 def resume_from(
     root: str, sources: list[tuple[int, int]], stages: tuple[int, ...]
 ) -> dict[str, tuple[str, list[float]]]:
-    """Digest of the weights, and the norms, after resuming from each state for two steps."""
+    """Return a digest of the weights, and the norms, two steps after resuming from each state."""
     results: dict[str, tuple[str, list[float]]] = {}
     for (source, world), stage in product(sources, stages):
         engine = engine_at(stage)

@@ -13,7 +13,7 @@ from tests.pipeline.engine.test_stages import build, compute_loss, settings
 
 
 def get_unit_bytes(engine: Engine) -> dict[str, int]:
-    """Bytes of the fp32 vectors of each unit."""
+    """Return the bytes of the fp32 vectors of each unit."""
     return {unit.name: sum(4 * flat.numel for flat in unit.flats) for unit in engine.zero.units}
 
 

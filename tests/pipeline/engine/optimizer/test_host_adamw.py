@@ -16,7 +16,7 @@ STEPS = [
 
 
 def make_shards(copy: torch.dtype | None) -> list[Shard]:
-    """Vectors of seven pieces of 64 and of less than one, the latter without weight decay."""
+    """Return vectors of seven pieces of 64 and of less than one, the latter without decay."""
     generator = torch.Generator().manual_seed(0)
     shards: list[Shard] = []
     for numel, decay in ((400, 0.1), (48, 0.0)):

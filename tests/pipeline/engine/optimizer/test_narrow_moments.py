@@ -17,7 +17,7 @@ def make_optim() -> OptimConfig:
 
 
 def digests() -> list[str]:
-    """Digests of the weights after four steps, at every stage and with the optimizer offloaded."""
+    """Return digests of the weights after four steps, at every stage and with offloading."""
     nvme = OffloadConfig(optimizer="nvme", nvme_path=Path("/tmp"))
     cases = [(stage, OffloadConfig()) for stage in range(4)]
     cases += [(2, OffloadConfig(optimizer="cpu")), (3, nvme)]
@@ -42,7 +42,7 @@ def save_checkpoint(root: str) -> None:
 
 
 def resume_checkpoints(root: str) -> list[tuple[str, list[float]]]:
-    """Weights and norms after resuming from each save at two stages, once with moments on disk."""
+    """Resume each save at two stages, once with moments on disk; return weights and norms."""
     nvme = OffloadConfig(optimizer="nvme", nvme_path=Path("/tmp"))
     results: list[tuple[str, list[float]]] = []
     for source, (stage, offload) in product((1, 2), ((0, OffloadConfig()), (3, nvme))):

@@ -23,7 +23,7 @@ def make_engine(stage: int, dtype: str, **changes: Any) -> Engine:
 
 
 def get_state(engine: Engine) -> list[Tensor]:
-    """Masters, moments and step counters of this process."""
+    """Return the masters, moments and step counters of this process."""
     return [
         tensor.clone()
         for group in engine.groups

@@ -19,7 +19,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def random_tensor(numel: int, dtype: torch.dtype = torch.float32, *, seed: int = 0) -> Tensor:
-    """Random bits, including NaNs."""
+    """Return random bits, including NaNs."""
     generator = torch.Generator().manual_seed(seed)
     bits = torch.randint(0, 256, (numel * dtype.itemsize,), dtype=torch.uint8, generator=generator)
     return bits.view(dtype)

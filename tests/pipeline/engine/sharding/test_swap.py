@@ -26,7 +26,7 @@ def random_state(size: int, *, seed: int) -> tuple[Tensor, ...]:
 
 
 def make_state(store: TensorStore) -> tuple[StreamedState, list[tuple[Tensor, ...]]]:
-    """State on disk, and the same in memory."""
+    """Return a state on disk, and the same state in memory."""
     streamed = StreamedState(store, SIZES)
     in_memory = [random_state(size, seed=group) for group, size in enumerate(SIZES)]
     for group, tensors in enumerate(in_memory):
@@ -35,7 +35,7 @@ def make_state(store: TensorStore) -> tuple[StreamedState, list[tuple[Tensor, ..
 
 
 def adamw_step(tensors: tuple[Tensor, ...], gradient: Tensor, step: int) -> None:
-    """One fused AdamW step, in place."""
+    """Take one fused AdamW step, in place."""
     master, exp_avg, exp_avg_sq = tensors
     param = torch.nn.Parameter(master)
     param.grad = gradient

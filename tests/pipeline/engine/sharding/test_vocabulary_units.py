@@ -48,13 +48,13 @@ def make_policy(kernels: Any) -> Policy:
 
 
 def compute_loss(engine: Any, seed: int) -> Tensor:
-    """Loss of sequences of different lengths, for which the model runs several times."""
+    """Compute the loss of sequences of different lengths; the model runs several times."""
     batch = collate(random_rows((40, 3, 21, 5), seed=2 * seed + rank()))
     return engine(batch).logprobs.square().sum() / 64
 
 
 def compute_gradients(stage: int, kernels: Any) -> tuple[dict[str, Tensor], list[int], int]:
-    """Gradients, the gathered bytes at each block, and the bytes of the embedding."""
+    """Return gradients, the gathered bytes at each block, and the bytes of the embedding."""
     engine = Engine(make_policy(kernels), settings(stage, max_norm=None), total_steps=1)
     gathered: list[int] = []
     blocks = [unit for unit in engine.zero.units if unit.kind == "block"]

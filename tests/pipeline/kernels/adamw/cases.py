@@ -57,7 +57,7 @@ class Inputs:
     shards: list[Shard]
 
     def tensors(self) -> list[Tensor]:
-        """All of them."""
+        """Return all tensors."""
         vectors = [shard.weights.tensors().values() for shard in self.shards]
         return [*itertools.chain(*vectors), *(shard.gradient for shard in self.shards)]
 
@@ -85,7 +85,7 @@ SPECIALIZATIONS: list[Macros] = [
 
 
 def make_shard(case: Case, size: int, *, seed: int, device: torch.device = CPU) -> Shard:
-    """A shard of random vectors, made on the CPU and stored between other numbers."""
+    """Return a shard of random vectors, made on the CPU and stored between other numbers."""
     generator = torch.Generator().manual_seed(seed)
 
     def vector(dtype: torch.dtype, scale: float) -> Tensor:
@@ -119,12 +119,12 @@ def make_shard(case: Case, size: int, *, seed: int, device: torch.device = CPU) 
 def make_shards(
     case: Case, sizes: Sequence[int] = SIZES, *, device: torch.device = CPU
 ) -> list[Shard]:
-    """One shard of each size."""
+    """Return one shard of each size."""
     return [make_shard(case, size, seed=seed, device=device) for seed, size in enumerate(sizes)]
 
 
 def clone(shard: Shard) -> Shard:
-    """The same numbers in other memory; the gradient is shared."""
+    """Return the same numbers in other memory; the gradient is shared."""
     tensors = {name: tensor.clone() for name, tensor in shard.weights.tensors().items()}
     return dataclasses.replace(shard, weights=Weights(**tensors))
 
@@ -136,7 +136,7 @@ def reference_step(shard: Shard, step: AdamW) -> None:
 
 
 def make_inputs(case: Case, device: torch.device) -> Inputs:
-    """Shards of all sizes."""
+    """Return shards of all sizes."""
     return Inputs(make_shards(case, device=device))
 
 
@@ -148,7 +148,7 @@ def run(case: Case, inputs: Inputs, gpu: Gpu) -> list[Tensor]:
 
 
 def is_correct(case: Case, inputs: Inputs, out: Sequence[Tensor]) -> bool:
-    """Whether the bits are those of the definition on a CPU."""
+    """Return whether the bits are those of the definition on a CPU."""
     del inputs
     expected = Inputs(make_shards(case))
     for shard in expected.shards:

@@ -29,7 +29,7 @@ SIZES = (1, 15, 37, 65536 + 37)
 def make_vectors(
     numel: int, *, moments: torch.dtype = FP32, copy: torch.dtype | None = None, split: bool = False
 ) -> tuple[Weights, Tensor]:
-    """Numbers of all magnitudes from 1e-7 to 1e7, and moments as they come from such gradients."""
+    """Return numbers of magnitudes from 1e-7 to 1e7, and moments that such gradients produce."""
     generator = torch.Generator().manual_seed(numel)
 
     def random_magnitudes() -> Tensor:

@@ -38,12 +38,12 @@ class Inputs:
     slot_mapping: Tensor
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """All of them."""
+        """Return all tensors."""
         return (*self.cache, *self.states, self.slot_mapping)
 
 
 def make_inputs(case: Case, device: torch.device) -> Inputs:
-    """Tensors of these shapes; some positions are in no slot."""
+    """Return tensors of these shapes; some positions are in no slot."""
     generator = torch.Generator().manual_seed(case.tokens)
     slots, width = 3, case.tokens + 5
 
@@ -67,7 +67,7 @@ def run(case: Case, inputs: Inputs, gpu: Gpu) -> tuple[Tensor, Tensor]:
 
 
 def is_correct(case: Case, inputs: Inputs, out: Sequence[Tensor]) -> bool:
-    """Whether the bits are those of the definition."""
+    """Return whether the bits are those of the definition."""
     del case
     expected = (inputs.cache[0].clone(), inputs.cache[1].clone())
     reference_append(expected, inputs.states, inputs.slot_mapping)

@@ -53,12 +53,12 @@ class Inputs:
     spec: AttentionSpec
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """All of them."""
+        """Return all tensors."""
         return (self.query, self.key, self.value, self.spec.lengths, self.spec.pages)
 
 
 def make_inputs(case: Case, device: torch.device) -> Inputs:
-    """Shuffled and unused pages; elements that a kernel must not read are NaN."""
+    """Return shuffled and unused pages; elements that a kernel must not read are NaN."""
     generator = torch.Generator().manual_seed(case.seed)
     batch = len(case.lengths)
     pages = make_pages(case.lengths, generator)
@@ -85,7 +85,7 @@ def make_inputs(case: Case, device: torch.device) -> Inputs:
 
 
 def make_pages(lengths: Sequence[int], generator: torch.Generator) -> Tensor:
-    """Pages of sequences of these lengths, and one more of each, in a random order."""
+    """Return pages of sequences of these lengths, and one more of each, in a random order."""
     pages_per_sequence = max(lengths) // PAGE + 2
     order = torch.randperm(len(lengths) * pages_per_sequence, generator=generator) + 1
     return order.view(-1, pages_per_sequence).int()
@@ -105,7 +105,7 @@ def run(case: Case, inputs: Inputs, gpu: Gpu) -> Tensor:
 
 
 def relative_error(inputs: Inputs, out: Tensor) -> float:
-    """The error relative to the norm of the definition in float64; infinite with a NaN."""
+    """Return the error relative to the norm of the definition in float64; infinite with a NaN."""
     query, key, value = (x.double() for x in (inputs.query, inputs.key, inputs.value))
     expected = reference_attention(query, key, value, inputs.spec)
     error = ((out.double() - expected).norm() / expected.norm()).item()
@@ -113,7 +113,7 @@ def relative_error(inputs: Inputs, out: Tensor) -> float:
 
 
 def is_correct(case: Case, inputs: Inputs, out: Tensor) -> bool:
-    """Whether the result is that of the definition, except for rounding."""
+    """Return whether the result is that of the definition, except for rounding."""
     return relative_error(inputs, out) < TOLERANCES[case.dtype]
 
 

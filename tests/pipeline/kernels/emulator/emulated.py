@@ -25,7 +25,7 @@ ENTRY = re.compile(r"__global__ .*?\b(\w+)\((\w+) \w+\) {")
 
 
 def is_supported() -> bool:
-    """Whether the emulator can be built on this machine."""
+    """Return whether the emulator can be built on this machine."""
     return shutil.which("g++") is not None and platform.machine() in ("x86_64", "AMD64")
 
 
@@ -48,7 +48,7 @@ class Emulator:
         subprocess.run(["g++", *FLAGS, *arguments], check=True, capture_output=True)
 
     def gpu(self) -> Gpu:
-        """A GPU of two multiprocessors."""
+        """Return a GPU of two multiprocessors."""
         return EmulatedGpu(self)
 
     @contextmanager
@@ -126,7 +126,7 @@ class EmulatedKernel(Kernel):
             raise LaunchError(emulator.library.emulator_error().decode())
 
     def max_active_blocks(self, threads: int, shared_bytes: int) -> int:
-        """Number of blocks at 255 of 65,536 registers per thread, as on a GPU."""
+        """Return the number of blocks at 255 of 65,536 registers per thread, as on a GPU."""
         del shared_bytes
         return 65536 // (255 * threads)
 

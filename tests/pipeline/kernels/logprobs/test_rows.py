@@ -14,7 +14,7 @@ K, V = 37, 1500
 def make_inputs(
     dtype: torch.dtype, count: int = K, vocab_size: int = V
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Logits, targets and the weights of the log-probabilities."""
+    """Return logits, targets and the weights of the log-probabilities."""
     generator = torch.Generator().manual_seed(0)
     logits = 4 * torch.randn(count, vocab_size, generator=generator)
     targets = torch.randint(vocab_size, (count,), generator=generator)

@@ -44,7 +44,7 @@ def run(
     entropy_weights: Tensor | None = None,
     **settings: Any,
 ) -> Inputs:
-    """Log-probabilities, entropies and the gradients of a weighted sum of them."""
+    """Return log-probabilities, entropies and the gradients of a weighted sum of them."""
     leaves = {name: tensor.detach().clone() for name, tensor in inputs.items()}
     for name, leaf in leaves.items():
         leaf.requires_grad_(inputs[name].requires_grad)
@@ -63,7 +63,7 @@ def run(
 def exact_logprobs(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, **settings: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """The formula in float64."""
+    """Compute the formula in float64."""
     logits = hidden.double() @ weight.double().T
     logits = (logits if bias is None else logits + bias.double()) / settings["temperature"]
     logprobs = logits - logits.exp().sum(dim=1, keepdim=True).log()
@@ -72,7 +72,7 @@ def exact_logprobs(
 
 
 def errors(got: Inputs, expected: Inputs) -> dict[str, float]:
-    """Largest error of each tensor, relative to its largest element."""
+    """Return the largest error of each tensor, relative to its largest element."""
     assert got.keys() == expected.keys()
     return {
         name: ((got[name].double() - exact).abs().max() / exact.abs().max()).item()

@@ -41,12 +41,12 @@ class Inputs:
     positions: Tensor
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """All of them."""
+        """Return all tensors."""
         return (self.logits, self.keys, self.positions)
 
 
 def make_inputs(case: Case, device: torch.device) -> Inputs:
-    """Rows of five kinds, next to padding; an odd stride."""
+    """Return rows of five kinds, next to padding; an odd stride."""
     generator = torch.Generator().manual_seed(case.seed + case.vocab_size)
     logits = torch.full((6, case.vocab_size + 3), torch.nan)
     rows = 3 * torch.randn(6, case.vocab_size, generator=generator)
@@ -69,7 +69,7 @@ def run(case: Case, inputs: Inputs, gpu: Gpu) -> tuple[Tensor, Tensor]:
 
 
 def is_correct(case: Case, inputs: Inputs, out: tuple[Tensor, Tensor]) -> bool:
-    """Whether tokens and, except for rounding, log-probabilities are the definition's."""
+    """Return whether tokens and, except for rounding, log-probabilities are the definition's."""
     expected = reference_sample(inputs.logits, inputs.keys, inputs.positions, case.draw)
     # Each score is rounded by up to half a unit in the last place, 2^-24 of it.
     largest = inputs.logits.abs().nan_to_num(posinf=0.0).amax(dim=1).float()
@@ -79,7 +79,7 @@ def is_correct(case: Case, inputs: Inputs, out: tuple[Tensor, Tensor]) -> bool:
 
 
 def make_draws() -> list[Draw]:
-    """Every option alone and with the others."""
+    """Return every option alone and with the others."""
     options: Sequence[dict[str, float]] = [
         {"temperature": 0.0},
         {"temperature": 1.0},

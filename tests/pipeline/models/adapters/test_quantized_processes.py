@@ -19,7 +19,7 @@ from tests.pipeline.models.adapters.quantized_models import (
 
 
 def get_trained_weights(path: str) -> dict[str, Tensor]:
-    """Adapters and dequantized weights, by quantization, stage and name."""
+    """Return adapters and dequantized weights, by quantization, stage and name."""
     results: dict[str, Tensor] = {}
     for (number, quantization), stage in product(enumerate(QUANTIZATIONS), (0, 3)):
         deterministic = ZeroConfig(reduction="deterministic")

@@ -21,7 +21,7 @@ def heads(dtype: torch.dtype, device: torch.device, *, shared_by: int, size: int
 
 
 def reference(query: Tensor, key: Tensor, value: Tensor, *rest: Any, **options: Any) -> Tensor:
-    """Reference of `varlen_attn`, whose kernel needs a GPU: rows of (tokens, heads, size)."""
+    """Compute `varlen_attn`, whose kernel needs a GPU, for rows of (tokens, heads, size)."""
     starts, key_starts, longest, longest_keys = rest
     scale, (left, right) = options["scale"], options["window_size"]
     assert starts.dtype == torch.int32

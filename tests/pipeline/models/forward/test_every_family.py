@@ -35,7 +35,7 @@ too few changes the outputs of these models by 0.1 or more."""
 
 
 def rows(*, seed: int) -> list[Encoded]:
-    """Sequences of distinct tokens that are text in every family."""
+    """Return sequences of distinct tokens that are text in every family."""
     generator = torch.Generator().manual_seed(seed)
     return [
         Encoded((4 + torch.randperm(60, generator=generator)[:length]).tolist(), [True] * length)

@@ -32,7 +32,7 @@ def load_policy(family: str, directory: Path, kernels: Kernels = "auto", **chang
 
 
 def compute(policy: Policy, batch: TokenBatch, **settings: Any) -> list[Tensor]:
-    """Log-probabilities, entropies and all gradients."""
+    """Return log-probabilities, entropies and all gradients."""
     policy.zero_grad()
     outputs = policy(batch, **settings)
     entropy = torch.zeros(()) if outputs.entropy is None else outputs.entropy

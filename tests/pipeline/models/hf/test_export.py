@@ -196,7 +196,7 @@ def test_shards_load_in_transformers_with_equal_tensors(family: str, tmp_path: P
 
 
 def make_weights(value: float, *, shards: int) -> tuple[list[tuple[str, Tensor]], int]:
-    """Six weights of one value, and the shard size that splits them into `shards` files."""
+    """Return six weights of one value, and the shard size that splits them into `shards` files."""
     return [(f"w{index}", torch.full((10,), value)) for index in range(6)], 240 // shards
 
 

@@ -52,7 +52,7 @@ CASES: list[tuple[str, dict[str, Any], dict[str, str], str, tuple[str, ...]]] = 
 
 
 def tokenizer_with(**tokens: str) -> PreTrainedTokenizerFast:
-    """The embedded tokenizer with no other special tokens than these."""
+    """Return the embedded tokenizer with only these special tokens."""
     backend = json.loads(build_tokenizer().backend_tokenizer.to_str()) | {"added_tokens": []}
     backend = Tokenizer.from_str(json.dumps(backend))
     return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=EOS, **tokens)
@@ -61,7 +61,7 @@ def tokenizer_with(**tokens: str) -> PreTrainedTokenizerFast:
 def add_adapters(
     model: Any, targets: tuple[str, ...], task: Literal["causal", "classifier"]
 ) -> Any:
-    """The model, with random adapters if there are targets."""
+    """Return the model, with random adapters if there are targets."""
     if not targets:
         return model
     model = add_lora(model, LoraConfig(rank=2, targets=targets), task=task, seed=0)
@@ -73,7 +73,7 @@ def add_adapters(
 
 
 def compute_logprobs(logits: Tensor, rows: list[list[int]]) -> Tensor:
-    """Log-probabilities of all tokens but the first, from (B, T, V) without padding."""
+    """Return log-probabilities of all tokens but the first, from (B, T, V) without padding."""
     logprobs = (
         logits[row, : len(ids) - 1].log_softmax(-1).gather(-1, torch.tensor(ids[1:])[:, None])
         for row, ids in enumerate(rows)

@@ -33,7 +33,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def make_batch(vocab_size: int) -> TokenBatch:
-    """An odd number of tokens from the whole vocabulary."""
+    """Return an odd number of tokens from the whole vocabulary."""
     rows = random_rows((9, 14, 6))
     scaled = [[token * (vocab_size // VOCAB) for token in row.input_ids] for row in rows]
     return collate([replace(row, input_ids=ids) for row, ids in zip(rows, scaled, strict=True)])
