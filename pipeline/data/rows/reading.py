@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from pipeline.config import RowColumns
 from pipeline.data.examples import Example
-from pipeline.data.rows.columns import NO_ANSWER, join_names
+from pipeline.data.rows.columns import join_names
 from pipeline.data.rows.named import named_set
 from pipeline.data.rows.shapes import ReadStats, check_columns, drop_revoked, read_row
 from pipeline.data.rows.sources import Row, Source, read_source
@@ -79,7 +79,7 @@ def _convert(
             examples = [read_row(row, fields, stats, kept=kept) for row in rows]
         else:
             examples = [schema.read(row, kept=kept) for row in rows]
-            stats.skipped[NO_ANSWER] += examples.count(None)
+            stats.skipped["without a prompt, a response or a preference"] += examples.count(None)
         return [example for example in examples if example is not None]
 
     train, held_out = convert(drop_revoked(source.train)), convert(drop_revoked(source.eval))

@@ -9,8 +9,8 @@ own layouts, which read a cache. Without the keyword, the scaled-dot-product att
 On a GPU in 16-bit precision, `Ragged` uses `torch.nn.attention.varlen`: FlashAttention over packed
 sequences (Dao 2023). If that kernel can't run, attention is computed sequence by sequence.
 
-Dimension names: N tokens of all sequences, M keys, H query heads, G key/value heads, D and E head
-sizes.
+Dimension names: B sequences, N tokens in all of them, M keys in each of S slots, H query heads, G
+key/value heads, D and E head sizes.
 """
 
 import functools
@@ -459,7 +459,7 @@ def ragged_attention(
 ) -> tuple[Float[Tensor, "Q N H E"], None]:
     """Compute causal attention in the layout `ragged`, within `sliding_window` tokens if given.
 
-    With a layout, Q is 1.
+    The batch size Q is 1 with a layout.
 
     Raises:
         MissingLayoutError: a placeholder mask was passed without its layout.

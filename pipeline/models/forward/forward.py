@@ -1,7 +1,7 @@
 """Runs a Hugging Face model over a `TokenBatch`, with per-token results and without padding.
 
 The engine trains these wrappers of the user's unchanged model. Dimension names: N tokens, K
-targets, B sequences, V vocabulary, d hidden size.
+targets, B sequences of T tokens, V vocabulary, C labels, d hidden size.
 """
 
 import inspect
