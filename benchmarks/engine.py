@@ -138,7 +138,7 @@ def find_deepspeed(python: str | None) -> tuple[str, str] | None:
 
 
 def run_command(command: list[str]) -> subprocess.CompletedProcess[str]:
-    """Run a command to completion in a fixed environment, since DeepSpeed rebuilds in others."""
+    """Run a command in a fixed environment; in a different one, DeepSpeed would be rebuilt."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
     # DeepSpeed builds with the ninja from the interpreter's environment.
     environment["PATH"] = f"{Path(command[0]).parent}{os.pathsep}{os.environ['PATH']}"

@@ -78,7 +78,7 @@ Responses = list[list[int]]
 
 
 class RowLengths(StoppingCriteria):
-    """Ends each row at its own length."""
+    """Stops each row at its own length."""
 
     def __init__(self, lengths: Sequence[int], prompt: int) -> None:
         self.lengths = torch.tensor(lengths) + prompt
@@ -175,7 +175,7 @@ def main(argv: Sequence[str]) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
     print(
-        f"{args.threads} threads, {device.type}, {args.clock} time; load before: {os.getloadavg()}"
+        f"threads: {args.threads}, {device.type}, {args.clock} time; load before: {os.getloadavg()}"
     )
     print(f"| {' | '.join(HEADER)} |", "|---" * len(HEADER) + "|", sep="\n")
     with tempfile.TemporaryDirectory() as directory:

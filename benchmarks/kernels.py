@@ -35,7 +35,7 @@ Step = Callable[[], object]
 
 
 def our_step(numel: int, form: str) -> Step:
-    """Return one step of our kernel."""
+    """Return a step of our kernel."""
     mixed, split = "mixed" in form, "split" in form
     moments = BF16 if "bf16-moments" in form else torch.float32
     master, low_bits = torch.randn(numel), None

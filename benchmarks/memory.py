@@ -1,4 +1,4 @@
-"""Count the bytes of a process's tensors, whichever system created them."""
+"""Count the bytes of a process's tensors, whatever system created them."""
 
 import gc
 from collections.abc import Callable

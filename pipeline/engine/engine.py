@@ -208,7 +208,7 @@ class Engine:
         self.zero.backward(outputs, gradients, reaches_root=not blocks_only)
 
     def gathered(self) -> AbstractContextManager[None]:
-        """Return a context manager that gives every process all weights, to read or to use."""
+        """Return a context manager that gathers all weights on every process."""
         return self.zero.gathered()
 
     @torch.no_grad()
@@ -264,7 +264,7 @@ class Engine:
 
     @torch.no_grad()
     def load_masters(self, masters: Sequence[Tensor]) -> None:
-        """Set the weights to copies of earlier `masters`, or of an average of them."""
+        """Set the weights to a copy of earlier `masters`, or to an average of several."""
         self.zero.check_ready()
         self.zero.updates += 1
         for group, master in zip(self.iter_groups(), masters, strict=True):
@@ -382,5 +382,5 @@ class FrozenEngine:
         return self.model(*args, **kwargs)
 
     def gathered(self) -> AbstractContextManager[None]:
-        """Return a context manager that gives every process all weights."""
+        """Return a context manager that gathers all weights on every process."""
         return nullcontext() if self._zero is None else self._zero.gathered()

@@ -26,7 +26,7 @@ from pipeline.kernels.gpu import DTYPES, DTYPES_BY_NAME, Gpu, Macros
 COPY_DTYPES = (torch.bfloat16, torch.float16)
 
 CHUNK = 65536
-"""Elements that PyTorch updates at once, so that temporary tensors fit in a core's cache."""
+"""Number of elements that PyTorch updates at once; temporary tensors fit in a core's cache."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +42,7 @@ class AdamW:
     """Number of the step, starting at 1."""
 
     multiplier: float = 1.0
-    """Factor of the gradient: clip coefficient divided by loss scale, in fp32."""
+    """Factor that scales the gradient: clip coefficient divided by loss scale, in fp32."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Shard:
     weights: Weights
     gradient: Float[Tensor, " n"]
     lr: float
-    """Factor of the step's learning rate for this shard."""
+    """Factor that scales the step's learning rate for this shard."""
 
     weight_decay: float
 
@@ -300,7 +300,7 @@ class Vectors(ctypes.Structure):
 
 
 class Scalars(ctypes.Structure):
-    """Scalars of a step for the loop; adamw.cpp has the same structure."""
+    """Scalars of a step for the kernel; adamw.cpp has the same structure."""
 
     _fields_ = [
         (name, ctypes.c_float)
@@ -313,7 +313,7 @@ class Scalars(ctypes.Structure):
 
 @functools.cache
 def library(formats: Formats) -> Library | str:
-    """Build the loop for these formats, or return the reason why it can't be built."""
+    """Build the kernel for these formats, or return the reason why it can't be built."""
     return build_library(Path(__file__).with_suffix(".cpp"), formats.macros(CPP_NAMES))
 
 
@@ -346,7 +346,7 @@ def _step_on_cpu(library: Library, weights: Weights, gradient: Tensor, step: Ada
 # The CUDA kernel
 
 BLOCK_ELEMENTS = 16384
-"""Elements that a block of threads updates, as in adamw.cu."""
+"""Number of elements that a block of threads updates, as in adamw.cu."""
 
 THREADS = 256
 FACTORS_BYTES = 36

@@ -61,7 +61,7 @@ def resolve(operator: str, kernel: T | str, kernels: Kernels | None = None) -> T
     if (kernels or kernel_mode()) == "required":
         raise KernelError(
             f"the kernel for {operator} is not available: {kernel}; fix this, or fall back to"
-            f" PyTorch with kernels auto (for generation, {KERNELS_VARIABLE}=auto)"
+            f" PyTorch by setting kernels to auto (for generation, {KERNELS_VARIABLE}=auto)"
         )
     _log_once(operator, kernel)
     return None

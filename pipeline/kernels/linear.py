@@ -51,7 +51,7 @@ class Linear:
     """Number of rows of x and of the result."""
 
     tensors: tuple[Tensor, ...]
-    """The tensors whose memory `params` points to, which keep it alive."""
+    """The tensors whose memory `params` points to; they keep it alive."""
 
     def set_rows(self, rows: int) -> None:
         """Compute only the first `rows` rows from now on."""

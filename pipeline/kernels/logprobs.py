@@ -45,7 +45,7 @@ MAX_UNTILED = 2**26
 """Maximum number of logits computed at once: 256 MiB of fp32."""
 
 ROW_CHUNK = {"cpu": 2**20, "cuda": TILE["cuda"]}
-"""Logits of the rows computed at once, by device: 4 and 256 MiB of fp32."""
+"""Number of logits computed at once, by device: 4 and 256 MiB of fp32."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def compute_logprobs(
     entropy: bool,
     entropy_grad: bool = True,
 ) -> tuple[Float[Tensor, " K"], Float[Tensor, " K"] | None]:
-    """Compute log-probabilities from logits, divided by `temperature`, in nats and fp32.
+    """Compute log-probabilities of targets from logits / temperature, in nats and fp32.
 
     If `entropy_grad` is false, the entropy has no graph, which would be as large as the logits.
     """

@@ -128,7 +128,7 @@ def find_kernel(logits: Float[Tensor, "B V"], reason: str | None = None) -> Gpu 
 
 THREADS = 512
 SEGMENT = 128
-"""Tokens per segment whose weights are summed first, as in sampling.cu."""
+"""Number of tokens per segment; weights are first summed by segment, as in sampling.cu."""
 
 SHARED_BYTES = 2200
 """Bytes of the struct `Shared` of sampling.cu."""

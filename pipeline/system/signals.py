@@ -1,4 +1,4 @@
-"""Interruption by Ctrl-C or a scheduler: finish the current step, save, exit."""
+"""Interruption by Ctrl-C or a scheduler: finish the current step, save and exit."""
 
 import os
 import signal

@@ -66,7 +66,7 @@ def find_newest_valid(
         if checkpoint is not None and not problems:
             return checkpoint
         skipped.append(problems[0])
-        logger.warning("%s; trying the previous checkpoint", problems[0])
+        logger.warning("%s; skipping this checkpoint", problems[0])
     if skipped:
         raise CheckpointError(
             f"no checkpoint in {root} can be used ({len(skipped)} tried): {skipped[0]}; restore"

@@ -259,7 +259,7 @@ class GradientCopies:
         return event
 
     def wait(self, event: torch.cuda.Event) -> None:
-        """Block the host until `event`, and release the gradients that have been copied."""
+        """Block the host until `event` completes; release the gradients that have been copied."""
         event.synchronize()
         while self._pending and self._pending[0][0].query():
             self._pending.popleft()

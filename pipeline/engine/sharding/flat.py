@@ -35,7 +35,7 @@ def num_chunks(world_size: int) -> int:
 
 
 def padded_size(numel: int, world_size: int) -> int:
-    """Round up to a size that splits into ranges which the optimizer updates identically."""
+    """Round up so that the size of each of the `num_chunks` chunks is a multiple of ALIGNMENT."""
     multiple = num_chunks(world_size) * ALIGNMENT
     return -(-numel // multiple) * multiple
 

@@ -35,7 +35,7 @@ class ParamShard:
     """Shape of the full parameter."""
 
     specs: tuple[ShardSpec, ...]
-    """The shards of each process of the group, in rank order."""
+    """The shard of each process in the group, in rank order."""
 
     rank: int
     """Rank of this process in the group."""
@@ -45,7 +45,7 @@ class ParamShard:
 
     @property
     def spec(self) -> ShardSpec:
-        """The shards of this process."""
+        """This process's shard."""
         return self.specs[self.rank]
 
     @property
