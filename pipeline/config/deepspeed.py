@@ -180,7 +180,7 @@ def ignored_keys_notice(path: Path) -> str | None:
         ConfigError: the file can't be read, or has a key that is not supported.
     """
     keys = parse_file(path).ignored
-    return f"these keys of {path} have no effect here: {', '.join(keys)}" if keys else None
+    return f"ignored keys in {path}: {', '.join(keys)}" if keys else None
 
 
 def _convert_batch_sizes(file: DeepSpeedFile, world: int) -> dict[str, int]:

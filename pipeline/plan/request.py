@@ -25,7 +25,7 @@ class Request(Deployment):
 
     step: tuple[Literal[0, 1, 2, 3], ...] = (1, 2, 3)
     """Steps to run: 1 supervised fine-tuning, 2 reward model, 3 PPO or another method. By default
-    all whose models are used, which excludes step 2 if programs give the rewards or the method
+    all whose models are needed, which excludes step 2 if programs give the rewards or the method
     trains on pairs, and step 1 for orpo. Step 0 is pre-training on --pretrain.data.path."""
 
     method: tuple[str, ...] = ()

@@ -232,7 +232,7 @@ class Resolver:
         return [*layers, defaults, chosen]
 
     def _responder(self, stage: Stage) -> Stage:
-        """Return the step whose model generates: for a reward model, step 1 if available."""
+        """Return the step that provides responses: for a reward model, step 1 if available."""
         role, origins = stage.main_role, self._available
         if stage.options[role] == "reward" and stage.models[role] in origins:
             return next((s for s in self.stages if s.section == stage.models[role]), stage)

@@ -106,7 +106,7 @@ class _StepTuner:
             raise SystemExit(EXIT_FAILED)
         print_output(
             f"{self.stage.title} is fastest with {_describe(best) or 'unchanged settings'}:"
-            f" {speed / self.first_speed:.2f} times the speed of the first trial, of {self.trials}"
+            f" {speed / self.first_speed:.2f} times the speed of the first trial"
         )
         return best
 

@@ -36,7 +36,7 @@ def test_deepspeed_file_overrides_config_and_options_override_both(
     assert (config.batch_size, config.epochs, config.model.zero_stage) == (8, 2.0, 2)
     assert config.model.optim.max_grad_norm == 2
     output = capsys.readouterr()
-    assert output.err.startswith(f"these keys of {tmp_path}/ds.json have no effect here: steps_per")
+    assert output.err.startswith(f"ignored keys in {tmp_path}/ds.json: steps_per")
     assert output.out == ""
 
 

@@ -52,5 +52,5 @@ def test_export_that_differs_raises(kind: str, precision: Precision, tmp_path: P
     norm = base_model(model).get_submodule("model.norm")
     norm.register_forward_hook(lambda _, __, hidden: 2 * hidden)  # the export lacks the hook
 
-    with pytest.raises(ModelError, match=f"has different {kind}"):
+    with pytest.raises(ModelError, match=f"gives different {kind}"):
         export_verified(passes, model, build_tokenizer(), tmp_path / "out")
