@@ -190,6 +190,7 @@ class Reply:
             raise ApiError(400, message, param="n")
         if self.num_rows > MAX_ROWS:
             raise ApiError(400, f"a request can have at most {MAX_ROWS} responses", param="n")
+        scope = {"client": self.client, "all": "", "off": self.id}[config.prefix_reuse]
         sampler = _make_sampler(fields, self.served, self.seed)
         for row, prompt in enumerate(self.prompts):
             check_prompt(self.served, prompt, self.prompt_field)
@@ -202,7 +203,7 @@ class Reply:
                         sample_key(row, sample),
                         max_new_tokens=max_new_tokens,
                         num_top=num_top,
-                        scope=self.client if config.prefix_reuse == "client" else "",
+                        scope=scope,
                     )
                     for sample in range(self.per_prompt)
                 ]

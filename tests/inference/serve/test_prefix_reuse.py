@@ -72,8 +72,12 @@ def test_prefix_reuse_does_not_change_responses(
     assert before > 100
 
 
-@pytest.mark.parametrize(("prefix_reuse", "shared"), [("client", False), ("all", True)])
-def test_clients_share_cached_prefixes_only_if_allowed(prefix_reuse: str, shared: bool) -> None:
+@pytest.mark.parametrize(
+    ("prefix_reuse", "reused"), [("client", (0, 0, 1)), ("all", (0, 1, 1)), ("off", (0, 0, 0))]
+)
+def test_clients_share_cached_prefixes_only_if_allowed(
+    prefix_reuse: str, reused: tuple[int, ...]
+) -> None:
     body = {"prompt": SYSTEM, "max_tokens": 1}
     with serving(api_key=KEYS, prefix_reuse=prefix_reuse) as server:
         usages = [
@@ -83,4 +87,4 @@ def test_clients_share_cached_prefixes_only_if_allowed(prefix_reuse: str, shared
 
     counts = [usage["prompt_tokens_details"]["cached_tokens"] for usage in usages]
     full = usages[0]["prompt_tokens"] - 1
-    assert counts == [0, full if shared else 0, full]
+    assert counts == [full * is_reused for is_reused in reused]
