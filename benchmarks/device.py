@@ -133,7 +133,7 @@ def median_seconds(calls: Sequence[Callable[[], object]]) -> float:
 
 
 def profile(call: Callable[[], object], *, count: int) -> Row:
-    """Return seconds per call and, on a GPU, its busy seconds and the times of the top kernels."""
+    """Return seconds per call and, on a GPU, its busy seconds and the slowest kernels' times."""
     seconds = time_call(call, count=count)
     if not GPU:
         return {"seconds": seconds}

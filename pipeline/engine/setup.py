@@ -71,7 +71,7 @@ def group_params(
     """Group the parameters of a unit by flat vector.
 
     Each module outside the blocks has its own vectors, so that a pipeline stage that has some of
-    these modules lays them out and sums their squares as a single process does.
+    these modules lays them out and sums squared gradients as a single process does.
     """
     groups: dict[tuple[str, ParamSettings], dict[str, nn.Parameter]] = {}
     for name, param in unit.params.items():

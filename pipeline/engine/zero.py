@@ -314,7 +314,7 @@ class ZeroModel:
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
-        """Keep all weights gathered within a context, which all processes must enter together."""
+        """Context manager that keeps all weights gathered; all processes must enter it together."""
         self.check_ready()
         self._pin_count += 1
         try:

@@ -43,7 +43,7 @@ class Position:
         self.recent: deque[Collective] = deque(maxlen=RECENT)
         """The latest collectives, oldest first."""
         self.transfers = 0
-        """Number of tensors received from pipeline stages."""
+        """Number of tensors received from other pipeline stages."""
         self.awaited_ranks: tuple[int, ...] = ()
         """Ranks of the processes that this one is waiting for, as far as it knows."""
         self.wait_reason = ""

@@ -15,7 +15,7 @@ SPIN_VARIABLES = {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"}
 """Environment variables that determine how OpenMP threads wait."""
 
 BUSY_PERCENT = 25.0
-"""Load of the machine above which other programs are assumed to need the cores."""
+"""CPU usage in percent above which other programs are assumed to need the cores."""
 
 
 def set_compute_threads(number: int | None) -> None:
