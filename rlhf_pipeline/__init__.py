@@ -20,7 +20,7 @@ __all__ = ["Engine", "add_to_path", "process_group"]
 _HERE = Path(__file__).resolve().parent
 
 ROOT = _HERE if (_HERE / "pipeline").is_dir() else _HERE.parent
-"""Directory of `pipeline/` and the other folders: this package in a wheel, else the checkout."""
+"""Directory of `pipeline/` and other folders: this package in a wheel, otherwise the checkout."""
 
 
 def add_to_path() -> None:

@@ -54,7 +54,7 @@ case $STEP in
   step3_preference)
     SETTINGS+=(--method "$METHOD" --model.path "$ACTOR")
     OUTPUT=${OUTPUT:-output/step3_$METHOD} ;;
-  *) echo "error: there is no step $STEP; see scripts/run.sh" >&2; exit 2 ;;
+  *) echo "error: there is no step $STEP; scripts/run.sh lists the steps" >&2; exit 2 ;;
 esac
 for model in "${MODELS[@]}"; do
   stage=$STAGE

@@ -290,7 +290,7 @@ class PPOConfig(TaskSettings, StepConfig, RewardSettings, GuardSettings):
 
     @property
     def step_name(self) -> str:
-        """Name in metrics: step3_METHOD if the output directory has that name, else step3_ppo."""
+        """Name in metrics: step3_METHOD if the output directory is named so, or else step3_ppo."""
         method_step = f"step3_{self.method}"
         return method_step if self.output_dir.name == method_step else "step3_ppo"
 
@@ -518,7 +518,7 @@ def _loads_reference(config: PPOConfig) -> bool:
 
 
 def _reference(config: PPOConfig) -> FrozenModelConfig:
-    """Return `reference` if it has a path or is the actor's base, else the actor's settings."""
+    """Return `reference` if it has a path or is the actor's base, or else the actor's settings."""
     if config.reference.path is not None or not _loads_reference(config):
         return config.reference
     shared = {field.name: getattr(config.actor, field.name) for field in fields(FrozenModelConfig)}

@@ -162,7 +162,7 @@ class Reference:
 
     def __init__(self, engine: Engine | FrozenEngine, passes: ForwardPasses) -> None:
         self.engine = engine
-        """The actor's engine if the reference is the actor without its adapter, else its own."""
+        """The actor's engine if the reference is the actor without its adapter, or else its own."""
         self.passes = passes
         """Runs the reference's forward passes."""
 
@@ -284,7 +284,7 @@ def load_models(
     """Load the models for `iterations` rollouts; `sources` are created from `config` by default.
 
     Raises:
-        ModelError: a model is missing, or has a different tokenizer or chat format from the actor.
+        ModelError: a model can't be used, or its tokenizer or chat format doesn't fit the actor's.
         ConfigError: the number of processes is not divisible by `config.inference_tp_size`, or
             prompt and response may exceed a model's context.
     """

@@ -92,7 +92,7 @@ JOBS = {**CONFIGS, "pretrain": pretrain}
 
 
 def small_job(inputs: Path, step: str, **changes: Any) -> Any:
-    """Return a job with all kinds of state: dropout, accumulation, loss scale, evaluations, ..."""
+    """Return a job with dropout, accumulation, warm-up, loss scale and evaluations."""
     data: DataConfig = DataConfig(path=(str(inputs / DATA),), max_eval_rows=6, max_length=64)
     if step == "pretrain":
         data = TextDataConfig(path=(str(inputs / TEXTS),), max_eval_rows=6, max_length=64)

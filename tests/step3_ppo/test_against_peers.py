@@ -27,7 +27,7 @@ GROUP_SIZE = 3
 
 
 def random_tensor(seed: int, *shape: int, scale: float = 1.0) -> Tensor:
-    """Return random numbers in float64, so that only formulas make a difference."""
+    """Return random numbers in float64, so that only differences in the formulas matter."""
     generator = torch.Generator().manual_seed(seed)
     return scale * torch.randn(*shape, generator=generator, dtype=torch.float64)
 
