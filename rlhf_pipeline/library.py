@@ -37,8 +37,8 @@ class Engine(engine.Engine):
 
     Args:
         model: a Hugging Face model, or another module, on any device. It keeps its dtype.
-        zero_stage: states sharded over the processes: none (0), optimizer states and gradients (1
-            and 2), or also weights (3).
+        zero_stage: what is sharded over the processes: sums of gradients (0), also the optimizer
+            state (1 and 2), or also weights (3).
         optim: settings of `OptimConfig`, such as `{"lr": 1e-4, "weight_decay": 0.01}`.
         zero: settings of `ZeroConfig`, such as `{"offload": {"optimizer": "cpu"}}`.
         total_steps: length of the learning-rate schedule; None keeps the rate constant.
