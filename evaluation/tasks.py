@@ -84,10 +84,10 @@ def grade_embedded(question: Question, response: str) -> Grades:
 
 
 def read_arithmetic(options: ReadOptions) -> list[Question]:
-    """Read the sums of a data path, or make the default held-out ones.
+    """Read the addition problems in a data path, or generate the default held-out ones.
 
     Raises:
-        DataError: a row has no prompt or no answer.
+        DataError: a row has no prompt, or its answer is not a number.
     """
     if options.path is not None:
         rows, _ = read_task_rows(options.path, options.limit)

@@ -1,4 +1,4 @@
-"""Evaluation on held-out prompts: of the initial actor, during a run, and of the exported actor."""
+"""Evaluation on held-out prompts: of the initial, the current and the exported actor."""
 
 import logging
 import math

@@ -152,7 +152,7 @@ TABLE_FILE = "reference.safetensors"
 
 
 class InitialActor:
-    """The actor's initial weights; construct it before the state of a run is loaded."""
+    """Holds the actor's initial weights; construct it before the state of a run is loaded."""
 
     def __init__(self, passes: Passes) -> None:
         self.passes = passes

@@ -174,7 +174,7 @@ def export_reward(start: Path, directory: Path) -> None:
 
 
 def random_rows(lengths: tuple[int, ...], *, seed: int = 0, prompt: int = 1) -> list[Encoded]:
-    """Return sequences of random tokens; those after the first `prompt` tokens are trained."""
+    """Return sequences of random tokens; those after the first `prompt` tokens are trained on."""
     generator = torch.Generator().manual_seed(seed)
     return [
         Encoded(

@@ -334,4 +334,4 @@ def drain(tickets: deque[Ticket]) -> list[Ticket]:
 
 @cache
 def _log_padded(model_type: str) -> None:
-    logger.info("%s has custom attention: generating in padded batches", model_type)
+    logger.info("%s does not support the slot cache: generating in padded batches", model_type)

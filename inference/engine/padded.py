@@ -1,4 +1,4 @@
-"""Generation for models with custom attention: left-padded batches, one after another.
+"""Generation without a slot cache: left-padded batches, one after another.
 
 For models that `inference/engine/slots.py` doesn't support, such as those with convolutions, a
 recurrent state, ALiBi or soft-capping. Dimension names: B rows, P tokens so far, T tokens of one

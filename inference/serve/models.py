@@ -415,8 +415,8 @@ def _num_bytes(model: nn.Module) -> int:
 def _load_tokenizer(path: ModelPath) -> PreTrainedTokenizerBase:
     """Load the model's tokenizer.
 
-    A base model without a chat template uses the tokenizer of the step that trained it, if the
-    vocabulary is the same, so that both models get the same text.
+    A run's base model, if it has no chat template, uses the tokenizer of the model that step 1
+    trained from it, provided the vocabulary is the same, so that both models get the same text.
     """
     tokenizer = load_tokenizer(FrozenModelConfig(path=path.path))
     if path.template_source is None or tokenizer.chat_template:

@@ -190,13 +190,13 @@ def _convert_batch_sizes(file: DeepSpeedFile, world: int) -> dict[str, int]:
         train = micro * (accumulation or 1) * world
     elif train and accumulation:
         divisor = accumulation * world
+        factor = f"{BATCH_KEYS[1]} ({micro}) x" if micro else "a multiple of"
         micro = micro or -(-train // divisor)
         if micro * divisor != train:
             raise file.error(
                 BATCH_KEYS[0],
-                f"is {train}, which is not {BATCH_KEYS[1]} ({micro}) x {BATCH_KEYS[2]}"
-                f" ({accumulation}) x {world} process{'' if world == 1 else 'es'}; remove one of"
-                " the three, or choose sizes that agree",
+                f"is {train}, which is not {factor} {BATCH_KEYS[2]} ({accumulation}) x {world}"
+                f" process{'' if world == 1 else 'es'}; remove one key, or choose sizes that agree",
             )
     sizes = {"batch_size": train, "micro_batch_size": micro}
     return {name: size for name, size in sizes.items() if size is not None}

@@ -141,7 +141,7 @@ class TrainedModelConfig(FrozenModelConfig):
     """A trained model: its initial weights, and how it is trained."""
 
     zero_stage: Literal[0, 1, 2, 3] = 0
-    """Sharded states: 0 nothing, 1 optimizer state, 2 also gradients, 3 also weights."""
+    """Sharded besides gradient sums: 0 nothing, 1 or 2 optimizer state, 3 also weights."""
 
     zero: ZeroConfig = field(default_factory=ZeroConfig)
 

@@ -347,9 +347,10 @@ class Engine:
                 f" {self.scaler.scale:g}; train with precision bf16 or fp32"
             )
         if self.skipped_in_a_row >= self.max_skipped:
+            steps = f" for {self.max_skipped} steps in a row, first" if self.max_skipped > 1 else ""
             raise NonFiniteGradientError(
-                f"the gradient was infinite or NaN for {self.max_skipped} steps in a row, first in"
-                f" {unit}; lower the learning rate, or train with precision bf16 or fp32"
+                f"the gradient was infinite or NaN{steps} in {unit}; lower the learning rate, or"
+                " train with precision bf16 or fp32"
             )
 
 

@@ -402,13 +402,13 @@ class ZeroModel:
                 if changed and torch.is_grad_enabled():
                     verb = "frozen" if flat.settings.trained else "unfrozen"
                     raise ConfigError(
-                        f"{name} was {verb} after the engine was created; create the engine later"
+                        f"{name} was {verb} after the engine was created; do this beforehand"
                     )
                 expected = flat.views[name] if flat.gathered else flat.placeholders[name]
                 if param.dtype != expected.dtype or param.data_ptr() != expected.data_ptr():
                     raise ConfigError(
-                        f"{name} was converted or moved after the engine was created (for example"
-                        " by .half() or .to()); create the engine later"
+                        f"{name} was converted or moved (for example by .half() or .to()) after the"
+                        " engine was created; do this before creating the engine"
                     )
 
 

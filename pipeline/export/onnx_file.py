@@ -153,7 +153,7 @@ class OnnxExport:
             if is_out_of_memory(error):
                 raise
             raise ModelError(
-                f"{self.source} can't be traced to ONNX: {one_line(error)}; use --to merged"
+                f"{self.source} can't be exported to ONNX: {one_line(error)}; use --to merged"
             ) from error
         copy_settings(self.source, directory)
 

@@ -60,7 +60,7 @@ logger = logging.getLogger(__name__)
 def build(
     source: Path, defines: Mapping[str, str | int], flags: Sequence[str] = EXACT
 ) -> Library | str:
-    """Build the library of a C++ source with these macros, or return the reason why it failed."""
+    """Compile a C++ source with these macros into a library, or return the reason for failure."""
     try:
         arguments = [*FLAGS, *flags, *instruction_flags()]
         arguments += [f"-D{name}={value}" for name, value in defines.items()]

@@ -147,8 +147,8 @@ def row_logprobs(
         logits: logits of any dtype, which must not change until the backward pass.
         targets: token ids.
         temperature: divides the logits.
-        entropy: whether to compute the entropy of each distribution; it has no graph.
-        chunk_size: maximum number of logits computed at once, but always at least two rows; by
+        entropy: whether to compute the entropy of each distribution, which is not differentiable.
+        chunk_size: maximum number of logits processed at once, but always at least two rows; by
             default `ROW_CHUNK`.
 
     Returns:

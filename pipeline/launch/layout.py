@@ -162,7 +162,7 @@ class Host:
 
     @property
     def has_first_slots(self) -> bool:
-        """Whether the slots are the first ones, so that no device must be hidden."""
+        """Whether the slots are the first ones, so that no device needs to be hidden."""
         return self.slots == tuple(range(len(self.slots)))
 
 

@@ -121,7 +121,7 @@ class _StepTuner:
         return larger if larger[1] > speed else self._scale(settings, speed, factor=0.5)
 
     def _scale(self, settings: Settings, speed: float, *, factor: float) -> tuple[Settings, float]:
-        """Return the settings with the micro-batch scaled by `factor` while that is faster."""
+        """Scale the micro-batch by `factor` while that is faster; return the settings and speed."""
         base = replace_settings(self._config, settings)
         max_size = -(-base.batch_size // base.workload(self.plan.machine.world).data_processes)
         best, size = settings, base.micro_batch_size

@@ -224,10 +224,10 @@ class Checkpoints:
             self._exit(EXIT_REQUEUE if terminated else EXIT_INTERRUPTED)
 
     def _check_signals(self, signals: StopSignals) -> None:
-        """Exit if a signal was received, at the beginning and the end of the loop.
+        """At the beginning and end of the loop, exit if a signal was received.
 
-        Processes reach these points at slightly different times, and outside the loop the signal
-        stops a process immediately; those waiting for it here have received the signal as well.
+        Processes get here at slightly different times, and outside the loop the signal stops a
+        process immediately. Those waiting here for it have received the signal too, and also exit.
         """
         try:
             self._save_or_exit(signals, due=False)

@@ -237,9 +237,10 @@ def _report_failure(plan: Plan, stage: Stage, status: ExitStatus) -> int:
         return EXIT_FAILED
     if status.ran_out_of_memory:
         print_error(
-            f"{stage.title} ran out of memory; try --plan auto, a smaller"
-            f" --{stage.prefix}.data.max_length, or a smaller --{stage.prefix}.micro_batch_size if"
-            " it is above 1. --resume then continues from its last checkpoint."
+            f"{stage.title} ran out of memory; run the same command with --resume and --plan auto,"
+            f" or a smaller --{stage.prefix}.micro_batch_size if it is above 1, to continue from"
+            " its last checkpoint, or with --overwrite and a smaller"
+            f" --{stage.prefix}.data.max_length to start over"
         )
         return EXIT_FAILED
     how = f"was killed by signal {-status.code}" if status.code < 0 else "failed"

@@ -77,7 +77,7 @@ class StopSignals:
         os.close(self._write_end)
 
     def _record(self, number: int, _frame: FrameType | None) -> None:
-        """Handle a signal in the main thread: only record it for the current step."""
+        """Handle a signal in the main thread: only record it, so that the current step finishes."""
         self.received = self.received or signal.Signals(number)
 
     def _listen(self) -> None:

@@ -180,7 +180,7 @@ UNDO = "undo"
 
 
 def drop_revoked(rows: Sequence[Row]) -> list[Row]:
-    """Return the rows without ratings that later ones revoked or replaced."""
+    """Drop ratings that later rows revoke or replace, and the rows that revoke them."""
     ratings = [
         row.columns for row in rows if {"schema", "kind", "supersedes"} <= row.columns.keys()
     ]

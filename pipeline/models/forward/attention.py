@@ -424,7 +424,7 @@ def round_up(number: int, multiple: int) -> int:
 def _pad_groups(
     groups: Sequence[Sequence[int]], lengths: Sequence[int], device: torch.device
 ) -> Padded:
-    """Pad the sequences of each group to a common multiple of `KEY_BLOCK` tokens."""
+    """Pad the sequences of each group to the same length, a multiple of `KEY_BLOCK` tokens."""
     lengths_tensor = torch.tensor(lengths)
     starts = lengths_tensor.cumsum(0) - lengths_tensor
     shapes: list[tuple[int, int]] = []

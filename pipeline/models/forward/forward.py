@@ -271,10 +271,11 @@ def has_linear_logits(model: nn.Module, batch: TokenBatch) -> bool:
 
 def _report_full_logits(family: str, kernels: Kernels) -> None:
     """Log that full logits are computed, or raise if they must not be."""
-    reason = f"the logits of {family} are not a matrix product with the last hidden states"
+    reason = f"the logits of {family} are not the output layer applied to the last hidden states"
     if kernels == "required":
         raise KernelError(
-            f"kernels required: {reason}, so they can't be computed in tiles; set kernels auto"
+            f"kernels is set to required, but {reason}, so they can't be computed in tiles; set"
+            " kernels to auto"
         )
     logger.info("%s: all logits of a micro-batch are computed at once", reason)
 

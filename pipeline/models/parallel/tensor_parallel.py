@@ -66,7 +66,7 @@ ATTENTION_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
 
 
 class SequenceParallel:
-    """Runs the blocks of a model on this process's tokens; its methods are hooks.
+    """Runs the blocks of a model on this process's tokens, using hooks that split and gather them.
 
     Args:
         plain: the model, whose blocks are in one list.

@@ -195,6 +195,10 @@ def test_schedules_use_deepspeed_defaults(
             "is 10, which is not train_micro_batch_size_per_gpu (4) x gradient_accumulation_steps"
             " (2) x 1 process",
         ),
+        (
+            {"train_batch_size": 10, "gradient_accumulation_steps": 4},
+            "is 10, which is not a multiple of gradient_accumulation_steps (4) x 1 process; remove",
+        ),
         ({"scheduler": {"type": "OneCycle"}}, "scheduler.type in FILE is OneCycle, which is not"),
         (
             {"scheduler": {"type": "WarmupLR", "params": {"power": 2}}},

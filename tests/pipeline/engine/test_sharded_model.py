@@ -25,7 +25,7 @@ CHANGES = {
     ("change", "message"),
     [
         ("frozen", r"model.layers.0.mlp.up_proj.weight was frozen after the engine"),
-        ("halved", r"was converted or moved after the engine was created"),
+        ("halved", r"was converted or moved \(for example by .half\(\) or .to\(\)\) after the"),
         ("doubled", r"model.norm.weight was converted or moved"),
     ],
 )

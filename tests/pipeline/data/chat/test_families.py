@@ -1,4 +1,4 @@
-"""Chat templates of model families, as TRL stores them: which tokens are trained."""
+"""Chat templates of model families, as TRL stores them: which tokens are trained on."""
 
 import re
 from contextlib import nullcontext
