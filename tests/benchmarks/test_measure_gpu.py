@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.device import FALLBACKS
 from benchmarks.ppo_cases_gpu import CASES
 from pipeline.config import TrainedModelConfig
 from tests.sources import ROOT
@@ -16,6 +17,13 @@ def run_suite(*options: str, out: Path) -> subprocess.CompletedProcess[str]:
     command = ["env", f"OUT={out}", f"PYTHON={sys.executable}", "bash", "scripts/measure_gpu.sh"]
     command += options
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+def test_messages_that_report_a_missing_kernel_are_logged_by_the_product() -> None:
+    sources = [file for name in ("pipeline", "inference") for file in (ROOT / name).rglob("*.py")]
+    text = "".join(file.read_text(encoding="utf-8") for file in sources)
+
+    assert [prefix for prefix in FALLBACKS if f'logger.info("{prefix}' not in text] == []
 
 
 def test_measurement_suites_list_existing_files_and_valid_ppo_cases(tmp_path: Path) -> None:
