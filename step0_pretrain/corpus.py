@@ -67,7 +67,7 @@ class Corpus:
         """One line per file: its rows and its fraction of the mixture."""
         total = sum(self.stream.weights)
         return [
-            f"{rows.file}, {len(rows):,} rows of up to {rows.capacity} tokens,"
+            f"{rows.file}, {len(rows):,} rows of up to {rows.max_length} tokens,"
             f" {weight / total:.1%} of the mixture"
             for rows, weight in zip(self.files, self.stream.weights, strict=True)
         ]
@@ -149,7 +149,7 @@ def _hold_out(
 
 def _find_smallest_draws(rows: Windows, count: int, data: TextDataConfig) -> dict[int, float]:
     """Return draws of held-out documents that fill `count` rows, and the smallest draw examined."""
-    file, missing_tokens, held_out = rows.file, count * rows.capacity, HeldOut(seed=data.seed)
+    file, missing_tokens, held_out = rows.file, count * rows.max_length, HeldOut(seed=data.seed)
     num_searched = min(file.num_documents, MAX_SEARCHED)
     draws: dict[int, float] = {}
     rng = Random(f"{data.seed} evaluation")

@@ -37,6 +37,14 @@ def test_windows_are_consecutive_and_split_at_documents(tmp_path: Path) -> None:
     ]
 
 
+def test_rows_with_bos_have_max_length_tokens(tmp_path: Path) -> None:
+    a, b, c, d = write_documents(tmp_path / "c", [1, 1, 4, 1])
+    windows = Windows(TokenFile(tmp_path / "c"), 5, bos := EOS + 1)
+
+    assert sequences(windows) == [[[bos, *a], [bos, *b]], [c], [d]]
+    assert [len(row) for row in windows.fill_with([2, 0, 2])] == [5, 5, 2]
+
+
 def take_rows(stream: MixedStream, count: int) -> list[tuple[int, int]]:
     return [row for _ in range(count // stream.batch_size) for row in next(stream)]
 

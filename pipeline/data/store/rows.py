@@ -23,7 +23,7 @@ class Span:
 
     end: int
     is_first: bool
-    """Whether the document begins here."""
+    """Whether the document begins here, with bos if there is one."""
 
 
 @dataclass(frozen=True)
@@ -69,47 +69,54 @@ class Windows:
 
     Args:
         file: the token file.
-        max_length: tokens per row.
-        bos: token inserted before each document; rows reserve a position for one.
+        max_length: tokens per row, including bos.
+        bos: token inserted before each document. If it would be the last of a row, it is omitted.
     """
 
     def __init__(self, file: TokenFile, max_length: int, bos: int | None) -> None:
-        self.file, self.bos = file, bos
-        self.capacity = max_length - (bos is not None)
-        """Tokens per row that come from the file."""
+        self.file, self.max_length, self.bos = file, max_length, bos
+        self._num_bos = int(bos is not None)
+        num_before = np.insert(np.cumsum(np.diff(file.starts) > 0), 0, 0)
+        self._starts = file.starts + self._num_bos * num_before
+        """Positions of the documents among all tokens, including bos."""
 
     def __len__(self) -> int:
-        return math.ceil(len(self.file.ids) / self.capacity)
+        return math.ceil(self._starts[-1] / self.max_length)
 
     def __getitem__(self, row: int) -> TokenRow:
         """Return a row, including held-out documents."""
-        start = self.capacity * row
-        end = min(start + self.capacity, len(self.file.ids))
+        position = self.max_length * row
+        end = min(position + self.max_length, int(self._starts[-1]))
         spans: list[Span] = []
-        position, document = start, self.file.document_at(start)
+        document = int(np.searchsorted(self._starts, position, side="right")) - 1
         while position < end:
-            document_start, document_end = self.file.span(document)
-            document_end = min(document_end, end)
-            if position < document_end:
-                spans.append(Span(document, position, document_end, position == document_start))
+            document_end = min(int(self._starts[document + 1]), end)
+            spans += self._cut(document, position, document_end)
             position, document = document_end, document + 1
         return TokenRow(self.file, tuple(spans), self.bos)
 
     def fill_with(self, documents: Sequence[int]) -> Iterator[TokenRow]:
         """Yield rows filled with these documents alone, split at row boundaries."""
-        spans, capacity = list[Span](), self.capacity
+        spans, capacity = list[Span](), self.max_length
         for document in documents:
-            document_start, document_end = self.file.span(document)
-            start = document_start
+            start, document_end = self._starts[document : document + 2].tolist()
             while start < document_end:
                 end = min(document_end, start + capacity)
-                spans.append(Span(document, start, end, start == document_start))
+                spans += self._cut(document, start, end)
                 capacity, start = capacity - (end - start), end
                 if not capacity:
                     yield TokenRow(self.file, tuple(spans), self.bos)
-                    spans, capacity = [], self.capacity
+                    spans, capacity = [], self.max_length
         if spans:
             yield TokenRow(self.file, tuple(spans), self.bos)
+
+    def _cut(self, document: int, start: int, end: int) -> list[Span]:
+        """Return the tokens of a document at positions [`start`, `end`); no span if only bos."""
+        document_start = int(self._starts[document])
+        first = max(start, document_start + self._num_bos)
+        offset = int(self.file.starts[document]) - document_start - self._num_bos
+        is_first = start == document_start
+        return [Span(document, first + offset, end + offset, is_first)] if first < end else []
 
 
 class MixedStream:

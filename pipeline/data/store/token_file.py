@@ -170,10 +170,6 @@ class TokenFile:
         """Return tokens [`start`, `end`) of the concatenated documents as a read-only view."""
         return self.ids[start:end]
 
-    def document_at(self, token: int) -> int:
-        """Return the index of the document that contains a token."""
-        return int(np.searchsorted(self.starts, token, side="right")) - 1
-
     def chunks(self) -> Iterator[tuple[NDArray[Any], NDArray[np.int64]]]:
         """Yield the tokens and lengths of consecutive documents, in file order."""
         for first in range(0, self.num_documents, CHUNK):
