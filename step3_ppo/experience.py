@@ -263,9 +263,7 @@ def _request_teacher(
 
 
 def _pad_rows(
-    outputs: Sequence[Float[Tensor, " _K"]],
-    parts: Sequence[Sequence[int]],
-    lengths: Sequence[int],
+    outputs: Sequence[Float[Tensor, " _K"]], parts: Sequence[Sequence[int]], lengths: Sequence[int]
 ) -> Float[Tensor, "B T"]:
     """Pad a model's outputs for the tokens of each micro-batch, in the order of the rows."""
     by_row = [torch.empty(0)] * len(lengths)

@@ -12,6 +12,7 @@ from pipeline.data.chat.chat_format import ChatFormat
 from pipeline.models.hf.chat import decode_response
 from pipeline.parallel.group import Group
 from pipeline.parallel.mesh import current_mesh
+from pipeline.run.run import CHECKPOINTS
 from pipeline.system.errors import ConfigError
 from pipeline.system.logs import Clock
 from rewards.contract import Episode, Outcome, SourceResults
@@ -115,7 +116,7 @@ class RewardSources:
             if current.get(name) != fingerprint:
                 raise ConfigError(
                     f"the file of {_describe(name)} has changed since the run started; restore it,"
-                    " or pass --overwrite to start over"
+                    f" or remove {self.config.output_dir / CHECKPOINTS} to start over"
                 )
 
     def check_same_files(self, group: Group) -> None:

@@ -126,7 +126,7 @@ class Checkpoints:
         require(
             self.once("training", lambda: training) == training,
             f"the model in {path} is not the one that this run started from: it was retrained;"
-            " restore the original, or pass --overwrite to start over",
+            f" restore the original, or remove {self.root} to start over",
         )
         return training or path
 
@@ -362,18 +362,19 @@ def check_same_run(checkpoint: Checkpoint, config: StepConfig, data: str) -> Non
         ConfigError: a setting that affects the result, or the data, has changed.
     """
     state, settings = checkpoint.state, result_settings(config)
+    start_over = f"remove {checkpoint.path.parent} to start over"
     saved_settings = _affecting_result(state["settings"])
     for name in sorted(saved_settings.keys() | settings.keys()):
         saved, current = saved_settings.get(name), settings.get(name)
         if saved != current:
             raise ConfigError(
                 f"{checkpoint.path} was saved with {name} {saved}, but this run has {current};"
-                " restore that setting, or pass --overwrite to start over"
+                f" restore that setting, or {start_over}"
             )
     if state["data"] != data:
         raise ConfigError(
             f"the training rows differ from those of {checkpoint.path}: the data has changed;"
-            " restore it, or pass --overwrite to start over"
+            f" restore it, or {start_over}"
         )
 
 

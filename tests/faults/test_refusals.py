@@ -32,12 +32,6 @@ def run_rejected(config: StepConfig) -> str:
     return message
 
 
-def last_checkpoint(config: StepConfig) -> Path:
-    checkpoint, _ = newest(config.output_dir / "checkpoints")
-    assert checkpoint is not None
-    return checkpoint.path
-
-
 def saved_files(config: StepConfig) -> list[Path]:
     out = config.output_dir
     return [out / "metrics.jsonl", *(out / "checkpoints").glob("step_*/*")]
@@ -57,9 +51,12 @@ def test_resume_with_changed_data_is_rejected(change: str, inputs: Path, tmp_pat
             lines = [line for line in lines if "moon" not in line]
     rows.write_text("\n".join(lines) + "\n")
 
+    root = config.output_dir / "checkpoints"
+    checkpoint, _ = newest(root)
+    assert checkpoint is not None
     assert run_rejected(config) == (
-        f"error: the training rows differ from those of {last_checkpoint(config)}: the"
-        " data has changed; restore it, or pass --overwrite to start over"
+        f"error: the training rows differ from those of {checkpoint.path}: the data has changed;"
+        f" restore it, or remove {root} to start over"
     )
 
 

@@ -70,7 +70,7 @@ def find_newest_valid(
     if skipped:
         raise CheckpointError(
             f"no checkpoint in {root} can be used ({len(skipped)} tried): {skipped[0]}; restore"
-            " one, or pass --overwrite to start over"
+            " one, or start over without this directory"
         )
     return None
 
@@ -143,7 +143,7 @@ class RollbackRecord:
             return None
         except (OSError, ValueError, TypeError) as error:
             raise CheckpointError(
-                f"{path} can't be read: {error!r}; restore it, or pass --overwrite to start over"
+                f"{path} can't be read: {error!r}; restore it, or remove {root} to start over"
             ) from error
 
     def write(self, root: Path) -> None:
