@@ -13,13 +13,12 @@ from pipeline.demo.model import CONTEXT
 from pipeline.models.adapters.lora import Task, add_lora
 from pipeline.models.adapters.quantized import quantize_model
 from pipeline.models.forward.forward import max_positions
-from pipeline.models.hf.chat import untrained_tokens_error
 from pipeline.models.hf.load import (
     add_tokens,
     load_causal_lm,
     load_classifier,
     model_path,
-    needs_new_rows,
+    tokens_without_rows,
 )
 from pipeline.parallel.device import local_device
 from pipeline.system.errors import ConfigError, ModelError
@@ -67,8 +66,12 @@ def _prepare_model(
     seed: int,
 ) -> nn.Module:
     """Add token rows, adapters, quantization and gradient checkpointing; set training mode."""
-    if config.lora is not None and needs_new_rows(plain, tokenizer):
-        raise ConfigError(untrained_tokens_error(config))
+    if config.lora is not None and (tokens := tokens_without_rows(plain, tokenizer)):
+        raise ConfigError(
+            f"{config.path} has no embeddings for {', '.join(map(repr, tokens[:3]))} of the"
+            " tokenizer, and LoRA would leave new ones untrained; set lora null, or remove these"
+            f" tokens from the tokenizer (its pad_token can be {tokenizer.eos_token!r})"
+        )
     add_tokens(plain, tokenizer, seed=seed)
     model: nn.Module = plain
     if config.lora is not None:

@@ -33,17 +33,12 @@ def load_chat(config: FrozenModelConfig, data: DataConfig) -> ChatFormat:
     chat.add_new_tokens()
     has_lora = isinstance(config, TrainedModelConfig) and config.lora is not None
     if has_lora and len(tokenizer) > num_tokens:
-        raise ConfigError(untrained_tokens_error(config))
+        raise ConfigError(
+            f"the chat format has tokens that {config.path} lacks, and LoRA would leave their"
+            " embeddings untrained; set lora null or choose another data.format"
+        )
     chat.attach(tokenizer)
     return chat
-
-
-def untrained_tokens_error(config: FrozenModelConfig) -> str:
-    """Return the error message for a chat format that adapters alone can't train."""
-    return (
-        f"the chat format has tokens that {config.path} lacks, and LoRA would leave their"
-        " embeddings untrained; set lora null or choose another data.format"
-    )
 
 
 def decode_response(

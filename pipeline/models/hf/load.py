@@ -223,9 +223,10 @@ def load_reward(config: FrozenModelConfig) -> tuple[PreTrainedModel, PreTrainedT
     return load_classifier(config, device=device), load_tokenizer(config)
 
 
-def needs_new_rows(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Return whether the tokenizer has tokens without a row in the model's embeddings."""
-    return len(tokenizer) > cast("nn.Embedding", model.get_input_embeddings()).num_embeddings
+def tokens_without_rows(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """Return the tokens that have no row in the model's embeddings."""
+    num_rows = cast("nn.Embedding", model.get_input_embeddings()).num_embeddings
+    return [str(tokenizer.convert_ids_to_tokens(i)) for i in range(num_rows, len(tokenizer))]
 
 
 def add_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, seed: int) -> None:
@@ -233,7 +234,7 @@ def add_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, se
 
     New rows are drawn from `seed`, the same on every process and for every copy of the model.
     """
-    if needs_new_rows(model, tokenizer):
+    if tokens_without_rows(model, tokenizer):
         with torch.random.fork_rng():
             torch.manual_seed(seed)
             model.resize_token_embeddings(len(tokenizer), mean_resizing=False)

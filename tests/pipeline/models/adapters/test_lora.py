@@ -15,6 +15,7 @@ from pipeline.engine.engine import Engine
 from pipeline.models.forward.forward import Policy, Scorer
 from pipeline.models.hf.export import export
 from pipeline.models.trained import prepare_causal_lm, prepare_classifier
+from pipeline.system.errors import ConfigError
 from tests.families import random_rows, save_to, tiny_causal_lm
 
 CPU = torch.device("cpu")
@@ -77,6 +78,14 @@ def test_export_is_merged_and_its_adapter_loads_on_the_base(family: str, tmp_pat
     assert frozen
     assert all(torch.equal(frozen[name], after) for name, after in frozen_weights(model).items())
     assert set(merged.state_dict()) == set(original.state_dict())
+
+
+def test_tokens_without_embeddings_are_named(tmp_path: Path) -> None:
+    config, tokenizer = settings(save_base("llama", tmp_path)), build_tokenizer()
+    tokenizer.add_special_tokens({"pad_token": "<extra pad>"})
+
+    with pytest.raises(ConfigError, match=r"has no embeddings for '<extra pad>' of the tokenizer"):
+        prepare_causal_lm(config, tokenizer, device=CPU, seed=0)
 
 
 @torch.no_grad()
