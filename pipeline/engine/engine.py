@@ -231,7 +231,7 @@ class Engine:
             self.zero.updates += 1
         self.scaler.update(finite=finite)
         for group in self.groups:
-            group.gradients.clear()
+            group.clear_gradient()
         self.pool.free_unused()
         self.comm.end_step()
         self._raise_if_diverged(finite=finite, unit=bad_unit)

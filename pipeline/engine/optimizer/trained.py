@@ -167,6 +167,8 @@ class TrainedParams:
         """Moments and the number of updates, `step`, under the names that PyTorch's AdamW uses."""
         self._rounded: Tensor | None = None
         self._gathered_gradient: Tensor | None = None
+        self._completed: Tensor | None = None
+        """The gradient of `norm_gradient`, if it was summed over tensor-parallel processes."""
 
     def named_moments(self) -> dict[str, Tensor]:
         """Return the moments by name."""
@@ -233,7 +235,10 @@ class TrainedParams:
     def norm_gradient(self) -> Float[Tensor, " n"]:
         """Return the gradient's shard, zeroed where another process adds it to the norm."""
         role, ranges = self.flat.settings.role, self._param_ranges()
-        return mask_duplicates(self._gradient(), role, self.tensor, ranges)
+        gradient = self._gradient()
+        if self.tensor.size > 1 and role in ("partial", "overlapping"):
+            self._completed = gradient
+        return mask_duplicates(gradient, role, self.tensor, ranges)
 
     @property
     def steps_in_place(self) -> bool:
@@ -247,8 +252,8 @@ class TrainedParams:
         )
 
     def prepare_step(self) -> list[Shard]:
-        """Prepare one step; the caller runs AdamW on the result before `finish_step`."""
-        gradient = self._gradient()
+        """Prepare one step, after `norm_gradient`; the caller then runs AdamW on the result."""
+        gradient = self._gradient() if self._completed is None else self._completed
         if not self.flat.placement.shard_optimizer and self.comm.size > 1:
             gradient = self._gathered_gradient = self._all_gather(gradient)
         device = self.flat.placement.optimizer_device
@@ -275,10 +280,15 @@ class TrainedParams:
         if self._gathered_gradient is not None:
             self.gradients.pool.release(self._gathered_gradient)
             self._gathered_gradient = None
-        self.gradients.clear()
+        self.clear_gradient()
         rounded, self._rounded = self._rounded, None
         self.masters.write_weights(rounded)
         return self.flat.start_publishing()
+
+    def clear_gradient(self) -> None:
+        """Discard the gradient, after a step or instead of it."""
+        self._completed = None
+        self.gradients.clear()
 
     @property
     def _offset(self) -> int:

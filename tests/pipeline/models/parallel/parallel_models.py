@@ -18,6 +18,7 @@ from pipeline.models.forward.packing import detect_batching
 from pipeline.models.forward.vocab_parallel import LARGE, get_vocab_shard
 from pipeline.models.parallel.tensor_parallel import shard_layers
 from pipeline.parallel.mesh import Mesh, current_mesh
+from pipeline.system.position import POSITION
 from tests.families import FAMILIES, VOCAB, random_rows, tiny_causal_lm
 from tests.pipeline.engine.inspection import get_gradients
 
@@ -90,6 +91,11 @@ def compute_results(
     for name, param in params.items():
         roles.setdefault(get_role(param), set()).add(name.split(".")[-2])
     logits = Policy(trained).eval().logits(batch).sum().item()
+    shared = [x for x in engine.groups if x.flat.settings.role in ("partial", "overlapping")]
+    before = POSITION.number
     norm = engine.step().grad_norm
+    labels = [entry.unit for entry in POSITION.recent if entry.number > before]
+    num_sums = labels.count("gradients of shared weights")
     scalars = {"norm": norm, "loss": loss.item(), "logits": logits}
+    scalars["sums_per_vector"] = num_sums / max(1, len(shared))
     return {"gradients": gradients, "roles": roles, **scalars}

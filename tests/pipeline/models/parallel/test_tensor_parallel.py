@@ -45,6 +45,8 @@ def test_tensor_parallelism_matches_one_process(names: tuple[str, ...], sequence
         for key in ("norm", "loss", "logits"):
             assert results[key] == pytest.approx(single[key], rel=1e-5), f"{name}: {key}"
         partial = PARTIAL.get(name, set())
+        is_shared = not results["roles"].keys().isdisjoint({"partial", "overlapping"})
+        assert results["sums_per_vector"] == float(is_shared)
         assert results["roles"].get("partial", set()) >= partial
         assert sequence or results["roles"].get("partial", set()) == partial
         assert results["roles"].get("overlapping", set()) == SHARED.get(name, set())
