@@ -20,7 +20,7 @@ from pipeline.files.safetensors_header import INDEX, stored_tensors
 from pipeline.models.adapters.lora import suppress_peft_warnings
 from pipeline.models.hf.directory import ADAPTER, check_configuration
 from pipeline.models.hf.export import ADAPTER_DIR, unties_layers
-from pipeline.system.errors import ModelError, one_line
+from pipeline.system.errors import ConfigError, ModelError, one_line
 
 WEIGHTS = "adapter_model.safetensors"
 
@@ -31,6 +31,8 @@ class MergedExport:
     def __init__(self, directory: Path, base: str | None) -> None:
         self.source = directory
         self.has_adapter = not (directory / "config.json").is_file() and _has_adapter(directory)
+        if base is not None and not self.has_adapter:
+            raise ConfigError(f"{directory} is a complete model, not an adapter; omit --base")
         self.title = "weights with the adapter merged" if self.has_adapter else "weights"
         self.base = _find_base(directory, base) if self.has_adapter else read_source(directory)
         self.adapted = _apply_adapter(_load(self.base), directory) if self.has_adapter else None

@@ -117,6 +117,8 @@ def test_adapter_of_a_different_base_raises(tmp_path: Path, adapter: Path) -> No
         run(adapter, "merged", tmp_path / "out", "--base", str(tmp_path / "wider"))
     with pytest.raises(ModelError, match="not a local directory; pass the base's directory"):
         run(adapter, "merged", tmp_path / "out", "--base", str(tmp_path / "none"))
+    with pytest.raises(ConfigError, match="base is a complete model, not an adapter; omit --base"):
+        run(tmp_path / "base", "merged", tmp_path / "out", "--base", str(tmp_path / "other"))
     with pytest.raises(ModelError, match="contains an adapter; merge it with --to merged"):
         run(adapter, "onnx", tmp_path / "out")
 
