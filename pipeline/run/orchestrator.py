@@ -37,7 +37,13 @@ from pipeline.plan.output import (
 from pipeline.plan.plan import Plan, make_plan
 from pipeline.plan.request import Request, parse_request
 from pipeline.plan.stage import Stage
-from pipeline.system.errors import EXIT_DISK_FULL, EXIT_DIVERGED, EXIT_FAILED, ConfigError
+from pipeline.system.errors import (
+    EXIT_DISK_FULL,
+    EXIT_DIVERGED,
+    EXIT_FAILED,
+    EXIT_OUT_OF_MEMORY,
+    ConfigError,
+)
 from pipeline.system.installation import CHAT
 from pipeline.system.signals import EXIT_REQUEUE, STOP_SIGNALS
 
@@ -234,7 +240,7 @@ def _report_failure(plan: Plan, stage: Stage, status: ExitStatus) -> int:
             f"{stage.title} could not write its results; free disk space, then run the same command"
             " with --resume to continue from its last checkpoint"
         )
-        return EXIT_FAILED
+        return EXIT_DISK_FULL
     if status.ran_out_of_memory:
         print_error(
             f"{stage.title} ran out of memory; run the same command with --resume and --plan auto,"
@@ -242,7 +248,7 @@ def _report_failure(plan: Plan, stage: Stage, status: ExitStatus) -> int:
             " its last checkpoint, or with --overwrite and a smaller"
             f" --{stage.prefix}.data.max_length to start over"
         )
-        return EXIT_FAILED
+        return EXIT_OUT_OF_MEMORY
     how = f"was killed by signal {-status.code}" if status.code < 0 else "failed"
     print_error(
         f"{stage.title} {how} (exit code {status.code}): `{shlex.join(plan.command(stage))}`."

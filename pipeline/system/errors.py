@@ -8,8 +8,8 @@ from collections.abc import Iterable
 EXIT_FAILED = 1
 EXIT_USER_ERROR = 2
 EXIT_OUT_OF_MEMORY = 79
-"""Exit code of a step that ran out of memory, above those of sysexits.h; `train.py` then halves
-the micro-batch."""
+"""Exit code if memory ran out, above those of sysexits.h; `train.py` then halves the micro-batch of
+the step, and exits with this code if that doesn't help."""
 
 EXIT_DIVERGED = 80
 """Exit code if loss, gradients or weights stayed infinite or NaN; the best weights are kept."""

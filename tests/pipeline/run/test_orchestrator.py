@@ -78,7 +78,7 @@ def test_resume_without_options_repeats_those_of_the_last_run(
         ("wrong input", 2, "error: rows.jsonl line 3 has no prompt\n"),
         ("crash", 1, "step 1 failed (exit code 7): "),
         ("killed", 1, "step 1 was killed by signal 9"),
-        ("disk full", 1, "error: the disk is full: [Errno 28] No space left on device: "),
+        ("disk full", 81, "error: the disk is full: [Errno 28] No space left on device: "),
     ],
 )
 def test_failed_step_ends_the_run_and_removes_its_directory(
@@ -198,3 +198,7 @@ def test_out_of_memory_step_continues_with_half_the_micro_batch(
     ]
     assert len(ratios) == 2
     assert min(ratios) > (300 if killed else 0)
+    for name, value in {"TOY": "out of memory", "FITS": "0", "TOY_STEP": "step1_sft"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit, match="79"):
+        run(tmp_path / "none", "--step", "1", "--sft.micro_batch_size", "1")
