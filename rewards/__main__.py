@@ -110,7 +110,7 @@ def _format_table(results: dict[str, SourceResults]) -> Iterator[str]:
     for name, result in results.items():
         values = [value for value in result.values if value is not None]
         count = len(result.values)
-        ones, zeros = sum(value >= 1 for value in values), sum(value == 0 for value in values)
+        ones, zeros = (sum(value == target for value in values) for target in (1, 0))
         missing = count - len(values) - result.num_failed
         fractions = [f"{n / count:7.1%}" for n in (ones, zeros, missing, result.num_failed)]
         mean = math.fsum(values) / len(values) if values else math.nan

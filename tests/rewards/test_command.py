@@ -30,7 +30,7 @@ def test_command_scores_the_answers_of_the_rows(rows: Path) -> None:
     (rows / "mine.py").write_text(
         "def score(solution_str, ground_truth):\n"
         "    print('this is not an output')\n"
-        "    return 1 / ('18' in solution_str)\n"
+        "    return 2 / ('18' in solution_str)\n"
     )
 
     result = run_rewards(rows, "--reward", "math", "--reward", "mine.py:score")
@@ -45,7 +45,7 @@ def test_command_scores_the_answers_of_the_rows(rows: Path) -> None:
     assert [line.split() for line in lines[3:6]] == [
         ["source", "=", "1", "=", "0", "None", "failed", "mean"],
         ["math", "75.0%", "0.0%", "25.0%", "0.0%", "1.000"],
-        ["score", "25.0%", "0.0%", "0.0%", "75.0%", "1.000"],
+        ["score", "0.0%", "0.0%", "0.0%", "75.0%", "2.000"],
     ]
     assert lines[6] == "math: first None: rows.jsonl line 3"
     assert lines[7] == (
