@@ -57,7 +57,7 @@ from pipeline.parallel.tensor import (
     split_tokens,
     sum_over_group,
 )
-from pipeline.system.errors import ModelError, one_line
+from pipeline.system.errors import ModelError, is_out_of_memory, one_line
 
 logger = logging.getLogger(__name__)
 
@@ -199,7 +199,9 @@ def find_mismatch(
         reason = _find_different_gradient(full, sharded, group)
         if not _is_close(output.detach(), expected.detach()):
             reason = "the sharded output differs"
-    except Exception as error:  # noqa: BLE001  # the family's code may raise anything
+    except Exception as error:  # the family's code may raise anything
+        if is_out_of_memory(error):
+            raise  # maybe on this process alone, while others wait for it in a collective
         reason = f"their code failed ({one_line(error)})"
     return next(filter(None, group.gather_objects(reason)), None)
 

@@ -5,11 +5,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
-from pipeline.models.parallel.tensor_parallel import _find_different_gradient
-from pipeline.parallel.group import SELF_GROUP
+from pipeline.models.parallel.tensor_parallel import _find_different_gradient, find_mismatch
+from pipeline.parallel.group import SELF_GROUP, Group
 from pipeline.parallel.mesh import split_mesh
 from tests.distributed import run_ranks
+from tests.families import tiny_causal_lm
 from tests.pipeline.models.parallel.parallel_models import VARIANTS, compute_results
 
 PARTIAL = {"qwen3": {"q_norm", "k_norm"}}
@@ -52,6 +54,23 @@ def test_tensor_parallelism_matches_one_process(names: tuple[str, ...], sequence
         assert results["roles"].get("overlapping", set()) == SHARED.get(name, set())
         other_gradients = second_rank[name]["gradients"]
         assert all(torch.equal(results["gradients"][key], x) for key, x in other_gradients.items())
+
+
+class Large(LlamaForCausalLM):
+    """A model for which memory is too small."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__(config)
+        self.model.register_forward_pre_hook(self._run_out)
+
+    def _run_out(self, *_arguments: object) -> None:
+        raise MemoryError
+
+
+def test_lack_of_memory_is_not_a_property_of_the_family() -> None:
+    model = Large(tiny_causal_lm("llama").config)
+    with pytest.raises(MemoryError):
+        find_mismatch(model, Group(0, (0, 1)), shards_tables=False, sequence=False)
 
 
 def test_first_parameter_with_a_different_gradient_is_reported() -> None:
