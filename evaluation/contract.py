@@ -6,7 +6,7 @@ from typing import Any
 
 from pipeline.data.examples import Message
 from pipeline.data.rows.sources import Row, read_source
-from pipeline.system.errors import DataError
+from pipeline.system.errors import DataError, counted
 
 Grades = Mapping[str, Sequence[bool]]
 """Correctness of a response by metric: one value, or for IFEval one per instruction."""
@@ -78,8 +78,8 @@ def read_task_rows(path: str, limit: int | None, *, shots: int = 0) -> tuple[lis
         demonstrations, questions = source.train[:shots], source.train[shots:]
     if not questions or len(demonstrations) < shots:
         raise DataError(
-            f"data path {path}: {len(source.train)} rows are too few for {shots} demonstrations"
-            " and a question; lower --shots"
+            f"data path {path} has only {counted(len(source.train), 'row')}, too few for"
+            f" {counted(shots, 'demonstration')} and a question; lower --shots"
         )
     return questions[:limit], demonstrations
 

@@ -18,7 +18,7 @@ from inference.text import TextStream, printable
 from pipeline.data.chat.chat_format import ChatFormat
 from pipeline.data.examples import Message
 from pipeline.models.forward.forward import context_length
-from pipeline.system.errors import DataError, UserError
+from pipeline.system.errors import DataError, UserError, counted
 
 HELP = """\
 /reset           forget the dialogue, keep the system message (also: clear)
@@ -248,7 +248,7 @@ class Terminal:
             self.print_line(f"({path} can't be written: {error.strerror})")
             return
         self._saved.add(path)
-        self.print_line(f"(saved {len(messages)} messages to {path})")
+        self.print_line(f"(saved {counted(len(messages), 'message')} to {path})")
 
     def print_line(self, line: str) -> None:
         """Print a line."""

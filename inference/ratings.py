@@ -21,7 +21,7 @@ from typing import Any
 from pipeline.cli.options import parse_command, print_output, run_main
 from pipeline.data.rows.shapes import SCHEMA, UNDO
 from pipeline.files.durable import sync, write_output
-from pipeline.system.errors import ConfigError, DataError, require
+from pipeline.system.errors import ConfigError, DataError, counted, require
 from pipeline.system.installation import MODULE
 
 USAGE = f"{MODULE} inference.ratings export FILE ... --out FILE"
@@ -247,7 +247,7 @@ def export_rows(arguments: Sequence[str]) -> None:
     lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     write_output({config.out: lines}, option="--out")
     skipped = f"; skipped pairs without a preference: {undecided}" if undecided else ""
-    print_output(f"{config.out}: {len(rows)} rows{skipped}")
+    print_output(f"{config.out}: {counted(len(rows), 'row')}{skipped}")
     for name, value in asdict(compute_agreement(ratings)).items():
         print_output(f"{name:16}{'-' if value is None else format(value, '.4g')}")
 

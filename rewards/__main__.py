@@ -13,7 +13,7 @@ from pipeline.cli.options import parse_command, print_output, run_main
 from pipeline.config import RowColumns, find_column
 from pipeline.data.rows.shapes import check_columns, read_row
 from pipeline.data.rows.sources import Row, read_source
-from pipeline.system.errors import EXIT_FAILED, DataError, require
+from pipeline.system.errors import EXIT_FAILED, DataError, counted, require
 from pipeline.system.installation import MODULE
 from rewards.config import read_specs
 from rewards.contract import Episode, SourceResults
@@ -78,7 +78,8 @@ def main(argv: Sequence[str]) -> None:
         rate = len(episodes) / (time.monotonic() - start_time)
     num_skipped = len(rows) - len(episodes)
     skipped = f", {num_skipped} skipped without a response" if num_skipped else ""
-    summary = f"{config.data_path}: {len(episodes)} responses{skipped}, {rate:,.0f} per second"
+    responses = f"{counted(len(episodes), 'response')}{skipped}, {rate:,.0f} per second"
+    summary = f"{config.data_path}: {responses}"
     print_output("\n".join([summary, "", *_format_table(results), *_first_rows(origins, results)]))
     if any(result.num_failed for result in results.values()):
         raise SystemExit(EXIT_FAILED)

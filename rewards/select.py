@@ -17,7 +17,7 @@ from typing import Any, Literal
 from pipeline.cli.options import parse_command, print_output, run_main
 from pipeline.data.examples import Example, Message
 from pipeline.files.durable import check_writable, json_lines, write_output
-from pipeline.system.errors import DataError, require
+from pipeline.system.errors import DataError, counted, require
 from pipeline.system.installation import MODULE
 from rewards.config import RewardConfig, read_specs
 from rewards.mixture import mask_failures, weighted_sum
@@ -208,9 +208,9 @@ def summarize(
         mean_best = sum(best_rewards) / len(best_rewards)
         lines.append(f"reward      mean {mean:.4g}, best of {n} {mean_best:.4g}")
     lines += [
-        f"no reward   {num_responses - num_rewarded:,} responses;"
-        f" sources failed {num_failed:,} times",
-        f"cut off     {num_truncated:,} responses, never chosen",
+        f"no reward   {counted(num_responses - num_rewarded, 'response')};"
+        f" sources failed {counted(num_failed, 'time')}",
+        f"cut off     {counted(num_truncated, 'response')}, never chosen",
         f"chosen      {len(rows):,} {config.write}",
     ]
     lines += [f"skipped     {number:,} with {reason}" for reason, number in skipped.items()]

@@ -12,7 +12,7 @@ from pipeline.config import TextDataConfig
 from pipeline.data.store.corpus import CorpusPath, HeldOut, document_hash, find_paths
 from pipeline.data.store.rows import MixedStream, TokenRow, Windows
 from pipeline.data.store.token_file import TokenFile, Vocabulary, read_vocabulary
-from pipeline.system.errors import DataError
+from pipeline.system.errors import DataError, counted
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -67,7 +67,7 @@ class Corpus:
         """One line per file: its rows and its fraction of the mixture."""
         total = sum(self.stream.weights)
         return [
-            f"{rows.file}, {len(rows):,} rows of up to {rows.max_length} tokens,"
+            f"{rows.file}, {counted(len(rows), 'row')} of up to {rows.max_length} tokens,"
             f" {weight / total:.1%} of the mixture"
             for rows, weight in zip(self.files, self.stream.weights, strict=True)
         ]

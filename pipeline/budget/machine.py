@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pipeline.system.errors import ConfigError
+from pipeline.system.errors import ConfigError, counted
 from pipeline.system.memory import available_bytes
 
 MIB, GIB = 2**20, 2**30
@@ -109,8 +109,7 @@ def describe_machine(machine: Machine) -> str:
     elif machine.has_gpu:
         parts.append("GPUs with unknown memory")
     if machine.host_bytes is not None:
-        count = machine.processes
-        processes = "1 process" if count == 1 else f"{count} processes"
+        processes = counted(machine.processes, "process")
         parts.append(f"{format_bytes(machine.host_bytes)[0]} of host memory for {processes}")
     return f"{machine.name} has {' and '.join(parts) or 'unknown memory'}"
 

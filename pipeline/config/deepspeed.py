@@ -22,7 +22,7 @@ from pipeline.config.model import TrainedModelConfig
 from pipeline.config.step import Tracker
 from pipeline.settings.build import Layer
 from pipeline.settings.fields import section_class, unflatten
-from pipeline.system.errors import ConfigError, require, suggestion
+from pipeline.system.errors import ConfigError, counted, require, suggestion
 
 AUTO = "auto"
 
@@ -195,8 +195,8 @@ def _convert_batch_sizes(file: DeepSpeedFile, world: int) -> dict[str, int]:
         if micro * divisor != train:
             raise file.error(
                 BATCH_KEYS[0],
-                f"is {train}, which is not {factor} {BATCH_KEYS[2]} ({accumulation}) x {world}"
-                f" process{'' if world == 1 else 'es'}; remove one key, or choose sizes that agree",
+                f"is {train}, which is not {factor} {BATCH_KEYS[2]} ({accumulation}) x"
+                f" {counted(world, 'process')}; remove one key, or choose sizes that agree",
             )
     sizes = {"batch_size": train, "micro_batch_size": micro}
     return {name: size for name, size in sizes.items() if size is not None}

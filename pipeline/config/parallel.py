@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from pipeline.config.model import TrainedModelConfig
-from pipeline.system.errors import require
+from pipeline.system.errors import counted, require
 
 MICRO_BATCHES_PER_STAGE = 4
 """Minimum micro-batches per stage in a step, unless the settings say otherwise: stages are then
@@ -67,8 +67,7 @@ class ParallelConfig:
         ):
             divisors = [n for n in range(1, count + 1) if count % n == 0] or [1]
             nearest = min(divisors, key=lambda n: (abs(n - value), n))
-            number = f"{count} process{'' if count == 1 else 'es'}"
-            total = number + (scope if count != processes else "")
+            total = counted(count, "process") + (scope if count != processes else "")
             require(
                 count % value == 0 and count > 0,
                 f"{prefix}parallel.{name} {value} doesn't divide the {total}; use {nearest}, or"

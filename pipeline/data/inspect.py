@@ -13,7 +13,7 @@ from pipeline.config import EMBEDDED, DataConfig, FrozenModelConfig
 from pipeline.data.chat.chat_format import ChatFormat
 from pipeline.data.examples import Encoded, Example
 from pipeline.data.sharing.steps import load_examples
-from pipeline.system.errors import require
+from pipeline.system.errors import counted, require
 from pipeline.system.installation import MODULE
 
 if TYPE_CHECKING:
@@ -75,7 +75,8 @@ def main(argv: Sequence[str]) -> None:
     encoded = [encode_row(example, chat, config) for example in data.train]
 
     held_out = min(len(data.eval), config.max_eval_rows)
-    print_output(f"step {config.step}: {len(data.train)} training rows, {held_out} for evaluation")
+    trained = counted(len(data.train), "training row")
+    print_output(f"step {config.step}: {trained}, {held_out} for evaluation")
     for note in data.notes:
         print_output(f"  {note}")
     stops = ", ".join(
@@ -90,7 +91,7 @@ def main(argv: Sequence[str]) -> None:
     num_long = sum(len(dialogue) > config.max_length for dialogue in dialogues)
     print_output(
         f"\nin all rows, {num_trained} of {num_tokens} tokens ({num_trained / num_tokens:.0%}) are"
-        f" trained on; {num_long} of {len(dialogues)} dialogues exceed {config.max_length} tokens"
+        f" trained on; longer than {config.max_length} tokens: {num_long} of {len(dialogues)}"
     )
 
 

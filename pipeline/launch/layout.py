@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Literal
 
 from pipeline.launch.local import CPU_PROCESSES, count_processes, list_gpus
-from pipeline.system.errors import ConfigError, require, suggestion
+from pipeline.system.errors import ConfigError, counted, require, suggestion
 
 SSH = "ssh -o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=15"
 """ssh without a password prompt; it detects a lost connection within a minute."""
@@ -189,10 +189,9 @@ class Layout:
         return None if self.launcher == "process" else sum(len(host.slots) for host in self.hosts)
 
     def __str__(self) -> str:
-        processes = "1 process" if (self.processes or 1) == 1 else f"{self.processes} processes"
-        machines = "1 machine" if len(self.hosts) == 1 else f"{len(self.hosts)} machines"
         is_local = self.launcher in ("process", "node")
-        return f"{processes} each" + ("" if is_local else f" on {machines}")
+        machines = "" if is_local else f" on {counted(len(self.hosts), 'machine')}"
+        return f"{counted(self.processes or 1, 'process')} each{machines}"
 
 
 def resolve_layout(deployment: Deployment, environment: Mapping[str, str] = os.environ) -> Layout:

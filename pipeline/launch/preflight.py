@@ -19,7 +19,7 @@ from pipeline.cli.options import print_error
 from pipeline.launch.commands import MISSING_REASONS, host_command
 from pipeline.launch.layout import Deployment, Host, Layout
 from pipeline.launch.local import Gpu, query_gpus
-from pipeline.system.errors import ConfigError
+from pipeline.system.errors import ConfigError, counted
 from pipeline.system.installation import OWN_PACKAGES, ROOT
 
 TIMEOUT_SECONDS = 30.0
@@ -134,7 +134,7 @@ def _compare_versions(host: Host, machine: Machine, first: Host, other: Machine)
 def _check_devices(host: Host, machine: Machine) -> Iterator[str]:
     if max(host.slots) >= (count := len(machine.gpus)):
         yield (
-            f"{host.name} has {count} GPU{'' if count == 1 else 's'}, but slot {max(host.slots)} is"
+            f"{host.name} has {counted(count, 'GPU')}, but slot {max(host.slots)} is"
             f" requested{f' ({host.location})' if host.location else ''}; correct its slots, or"
             " check its driver with nvidia-smi"
         )

@@ -27,6 +27,7 @@ from pipeline.plan.inputs import model_paths
 from pipeline.plan.plan import Plan
 from pipeline.plan.stage import Stage
 from pipeline.settings.fields import to_options, unflatten
+from pipeline.system.errors import counted
 from pipeline.system.installation import ROOT
 from pipeline.system.threads import cores_per_process
 
@@ -139,9 +140,8 @@ WIDTH = 100
 def describe_plan(plan: Plan, previews: Mapping[str, Preview] | None = None) -> str:
     """Return the text of `--dry-run`, with data statistics of each step that will run."""
     previews = previews or {}
-    steps = "step" if len(plan.stages) == 1 else "steps"
     lines = [
-        f"The plan: {len(plan.stages)} {steps}, {plan.layout}, into"
+        f"The plan: {counted(len(plan.stages), 'step')}, {plan.layout}, into"
         f" {plan.request.output_dir}. Nothing is run.",
         *plan.notes,
     ]
@@ -233,7 +233,8 @@ def _describe_step(plan: Plan, stage: Stage) -> Iterator[str]:
         yield _line("method", method)
     split = f", split {','.join(f'{part:g}' for part in config.data.split)}"
     yield _line("data", f"{' '.join(config.data.path)}{split if config.reads_dialogues else ''}")
-    length = f"{config.max_steps} steps" if config.max_steps else f"{config.epochs:g} epoch(s)"
+    limit = config.max_steps
+    length = counted(limit, "step") if limit else f"{config.epochs:g} epoch(s)"
     yield _line(
         "training",
         f"{length}, batch {config.batch_size} in micro-batches of {config.micro_batch_size}, length"
@@ -254,10 +255,10 @@ def _describe_data(config: StepConfig, preview: Preview) -> Iterator[str]:
         return
     epochs = steps * work.data_rows / rows
     kind = "iteration" if work.generates_first else "optimizer step"
-    kind += "" if steps == 1 else "s"
     passes = f"{epochs:.2g}" if epochs < 10 else f"{epochs:,.0f}"
+    batch = counted(work.data_rows, "row")
     passes += " pass" if passes == "1" else " passes"
-    yield _line("steps", f"{steps:,} {kind} of {work.data_rows:,} rows: {passes} over the rows")
+    yield _line("steps", f"{counted(steps, kind)} of {batch}: {passes} over the rows")
     if tokens is not None:
         total = _format_count(tokens * work.data_rows * steps)
         yield _line("tokens", f"{tokens:.0f} per row, {total} in all")

@@ -102,6 +102,12 @@ def suggestion(name: str, known: Iterable[str]) -> str:
     return f"available: {', '.join(sorted(by_lower.values())) or 'none'}"
 
 
+def counted(count: int, noun: str) -> str:
+    """Return a count with its noun, such as `1 row` or `2,000 rows`."""
+    plural = f"{noun}es" if noun.endswith("s") else f"{noun}s"
+    return f"{count:,} {noun if count == 1 else plural}"
+
+
 def require(condition: bool, message: str) -> None:  # noqa: FBT001
     """Raise `ConfigError(message)` unless `condition` holds."""
     if not condition:

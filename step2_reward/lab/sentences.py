@@ -7,6 +7,7 @@ from typing import Any
 
 from pipeline.files.durable import replace_durably
 from pipeline.report.results import LAB
+from pipeline.system.errors import counted
 from step2_reward.lab.measure import Measurement
 
 POOR_CALIBRATION = 0.1
@@ -20,10 +21,6 @@ def format_findings(metrics: Mapping[str, Any]) -> list[str]:
     findings = [*_describe_accuracy(metrics), *_describe_steps(metrics)]
     findings += [*_describe_classes(metrics), *_describe_calibration(metrics)]
     return [*findings, *_describe_length(metrics), *_describe_probes(metrics)]
-
-
-def _format_count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'s' if number != 1 else ''}"
 
 
 def _describe_accuracy(metrics: Mapping[str, Any]) -> list[str]:
@@ -66,12 +63,12 @@ def _describe_steps(metrics: Mapping[str, Any]) -> list[str]:
     if errors["with_error"]:
         parts.append(
             f"the first error is found in {_percent(errors['found'] / errors['with_error'])} of"
-            f" {_format_count(errors['with_error'], 'response')} with an error"
+            f" {counted(errors['with_error'], 'response')} with an error"
         )
     if errors["without_error"]:
         parts.append(
             f"no error is predicted in {_percent(errors['kept'] / errors['without_error'])} of"
-            f" {_format_count(errors['without_error'], 'response')} without one"
+            f" {counted(errors['without_error'], 'response')} without one"
         )
     line = ", and ".join(parts)
     if errors["f1"] is not None:
@@ -84,7 +81,7 @@ def _describe_classes(metrics: Mapping[str, Any]) -> list[str]:
     if not classes:
         return []
     worst = min(classes, key=lambda report: report["recall"])
-    count = _format_count(worst["rows"], "step" if metrics["labels"] == "steps" else "row")
+    count = counted(worst["rows"], "step" if metrics["labels"] == "steps" else "row")
     return [
         f"The mean recall of the classes is {_percent(metrics['macro_recall'])}; the lowest,"
         f" {_percent(worst['recall'])}, is that of {worst['name']}, with {count}"

@@ -52,7 +52,7 @@ def test_save_overwrites_its_own_file_but_no_other(
     assert saved == [{"role": m.role, "content": m.content} for m in conversation.messages]
     assert [turn["role"] for turn in saved] == ["system", "user", "assistant"]
     assert (tmp_path / "mine.txt").read_text() == "precious"
-    assert printed[1] == f"(saved 1 messages to {tmp_path / 'chat.json'})"
+    assert printed[1] == f"(saved 1 message to {tmp_path / 'chat.json'})"
     assert printed[-2].endswith("mine.txt exists; choose another name)")
     assert printed[-1].endswith("chat.json can't be written: No such file or directory)")
 

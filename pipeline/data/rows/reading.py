@@ -9,7 +9,7 @@ from pipeline.data.rows.columns import join_names
 from pipeline.data.rows.named import named_set
 from pipeline.data.rows.shapes import ReadStats, check_columns, drop_revoked, read_row
 from pipeline.data.rows.sources import Row, Source, read_source
-from pipeline.system.errors import DataError
+from pipeline.system.errors import DataError, counted
 
 
 @dataclass(frozen=True)
@@ -89,23 +89,17 @@ def _convert(
         rest = f"; not used: {join_names(unused)}" if unused else ""
         notes = [f"uses the columns {join_names(stats.used)}{rest}"]
     skipped = {reason: count for reason, count in stats.skipped.most_common() if count}
-    notes += [f"dropped {format_rows(count)} {reason}" for reason, count in skipped.items()]
+    notes += [f"dropped {counted(count, 'row')} {reason}" for reason, count in skipped.items()]
     notes += [
-        f"{format_rows(count)} {reason}: not used as demonstrations; step 3 uses the prompts"
+        f"{counted(count, 'row')} {reason}: not used as demonstrations; step 3 uses the prompts"
         for reason, count in stats.prompt_only.items()
     ]
-    notes += [
-        f"{remark}: {format_rows(len(origins))} ({origins[0]}{', ...' if len(origins) > 1 else ''})"
-        for remark, origins in stats.remarks.items()
-    ]
+    for remark, origins in stats.remarks.items():
+        first = f"{origins[0]}{', ...' if len(origins) > 1 else ''}"
+        notes.append(f"{remark}: {counted(len(origins), 'row')} ({first})")
     if not train:
         raise DataError(
             f"data path {source.name}: no row ({len(source.train)} read) is usable:"
             f" rows {' and rows '.join(skipped) or 'that later ones revoked'}"
         )
     return train, held_out, notes
-
-
-def format_rows(count: int) -> str:
-    """Format a number of rows for a message."""
-    return f"{count} row{'s' if count != 1 else ''}"

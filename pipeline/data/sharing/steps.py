@@ -15,7 +15,7 @@ from functools import lru_cache, partial
 
 from pipeline.config import EMBEDDED, DataConfig, RowColumns, RowShare, RowUse, StepConfig
 from pipeline.data.examples import Example, Message
-from pipeline.data.rows.reading import PathExamples, format_rows, read_paths
+from pipeline.data.rows.reading import PathExamples, read_paths
 from pipeline.data.rows.shapes import check_columns
 from pipeline.data.sharing.prompts import (
     Hashes,
@@ -26,7 +26,7 @@ from pipeline.data.sharing.prompts import (
     unique_hashes,
 )
 from pipeline.parallel.mesh import current_mesh
-from pipeline.system.errors import DataError
+from pipeline.system.errors import DataError, counted
 
 logger = logging.getLogger(__name__)
 
@@ -243,9 +243,8 @@ class _RowSelector:
         for path, weight in zip(paths, weights, strict=True):
             rows, count = path.train, max(1, round(scale * weight))
             if count < len(rows):
-                self.notes.append(
-                    f"{path.name}: uses {count} of {format_rows(len(rows))}, given its weight"
-                )
+                total = counted(len(rows), "row")
+                self.notes.append(f"{path.name}: uses {count:,} of {total}, given its weight")
                 rows = self.shuffle_by_hash(rows, "mixture")[:count]
             mixed.append(rows)
         return mixed
@@ -317,7 +316,7 @@ class _RowSelector:
         self, rows: Sequence[Example], prompts: Hashes, reason: str, fix: str
     ) -> list[Example]:
         is_dropped = isin([row.prompt_hash for row in rows], prompts)
-        note = f"dropped {format_rows(sum(is_dropped))} {reason}"
+        note = f"dropped {counted(sum(is_dropped), 'row')} {reason}"
         if any(is_dropped):
             self.notes.append(note)
         if rows and all(is_dropped):
@@ -340,7 +339,8 @@ class _RowSelector:
             )
         if num_others := len(rows) - len(usable):
             tie = ", or with a tie," if any(row.tie for row in rows) else ""
-            self.notes.append(f"{format_rows(num_others)} without {needs}{tie} left to other steps")
+            others = counted(num_others, "row")
+            self.notes.append(f"{others} without {needs}{tie} left to other steps")
         candidate_steps: dict[int, set[int]] = {}
         for row in rows:
             row_steps = {number for number, use in self.uses.items() if is_usable(row, use)}
@@ -351,18 +351,19 @@ class _RowSelector:
         }
         selected = [row for row in usable if owners[row.prompt_hash] in self.share.split_steps]
         split = ",".join(f"{share:g}" for share in config.split)
+        all_rows = counted(len(rows), "row")
         if not selected:
             raise DataError(
                 f"--data-split {split} leaves step {step} without rows, although it could use"
-                f" {len(usable)} of {format_rows(len(rows))}; add rows or raise the step's share"
+                f" {len(usable):,} of {all_rows}; add rows or raise the step's share"
             )
         selected = self.shuffle_by_hash(selected, "order")
         selected = _unique_prompts(selected) if self.share.use == "prompts" else selected
         parts = "part " if len(self.share.split_steps) == 1 else "parts "
         parts += ", ".join(map(str, self.share.split_steps))
-        total = f"of {format_rows(len(rows))} ({parts} of data_split {split})"
-        total = total if len(selected) < len(rows) else "rows"
-        self.notes.append(f"step {step} trains on {len(selected)} {total}")
+        total = f"{len(selected):,} of {all_rows} ({parts} of data_split {split})"
+        total = total if len(selected) < len(rows) else all_rows
+        self.notes.append(f"step {step} trains on {total}")
         return selected
 
     def select_eval_rows(
@@ -378,10 +379,8 @@ class _RowSelector:
         usable = self.shuffle_by_hash(usable, "evaluation order")
         usable = _unique_prompts(usable) if use == "prompts" else usable
         evaluated = usable[: self.config.max_eval_rows]
-        notes.append(
-            f"step {self.step} is evaluated on {len(evaluated)} of {format_rows(len(held_out))}"
-            " held out"
-        )
+        total = counted(len(held_out), "row")
+        notes.append(f"step {self.step} is evaluated on {len(evaluated):,} of {total} held out")
         return usable if self.drops_long_rows or use == "prompts" else evaluated
 
 

@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.files.durable import rename_durably, sync
-from pipeline.system.errors import DataError
+from pipeline.system.errors import DataError, counted
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -113,7 +113,7 @@ class TokenFile:
         self.num_documents = len(self.starts) - 1
 
     def __str__(self) -> str:
-        return f"{self.path}: {self.num_documents:,} documents, {len(self.ids):,} tokens"
+        return f"{self.path}: {counted(self.num_documents, 'document')}, {len(self.ids):,} tokens"
 
     def _open_megatron(self) -> None:
         index, data = part_path(self.path, "idx"), part_path(self.path, "bin")

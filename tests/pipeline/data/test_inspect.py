@@ -37,7 +37,7 @@ def test_step_1_marks_trained_tokens(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert re.search(r"  chosen   assistant Good \d\.\n", out)
     assert ".</s>]]" in out
     assert "row 2" not in out
-    assert re.search(r" are trained on; 0 of \d+ dialogues exceed 512 tokens", out)
+    assert re.search(r" are trained on; longer than 512 tokens: 0 of \d+", out)
 
 
 def test_step_2_shows_the_ends_of_pairs_and_step_3_shows_prompts(

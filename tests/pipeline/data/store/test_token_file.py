@@ -113,7 +113,7 @@ def test_pack_and_show_use_the_tokenizer_in_a_directory(
     main(["show", out, "--document", "0"])
 
     printed = capsys.readouterr().out
-    assert printed.count("c.tokens: 1 documents") == 2
+    assert printed.count("c.tokens: 1 document, ") == 2
     assert "SHA-256" in printed
     assert "sun and moon" in printed
 
