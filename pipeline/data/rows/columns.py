@@ -429,6 +429,10 @@ def read_number(row: Row, name: str) -> float:
 def read_tie(row: Row) -> bool:
     """Return whether the column `tie` marks the two responses as equally good."""
     word = str(row.columns.get("tie", False)).strip().lower()
-    if word not in ("true", "1", "false", "0"):
+    try:
+        number = float({"true": "1", "false": "0"}.get(word, word))
+    except ValueError:
+        number = math.nan
+    if number not in (0.0, 1.0):
         raise DataError(f"{row.origin}: tie must be true or false, got {word!r}")
-    return word in ("true", "1")
+    return number == 1.0

@@ -40,8 +40,8 @@ def test_label_is_parsed_as_a_class_a_number_or_a_boolean() -> None:
 
 
 def test_tie_column_is_read() -> None:
-    assert read(prompt="Q", chosen="x", rejected="y", tie="true").tie
-    assert not read(prompt="Q", chosen="x", rejected="y", tie=0).tie
+    for value, tie in (("true", True), (1.0, True), ("1.00", True), (0, False), ("0.0", False)):
+        assert read(prompt="Q", chosen="x", rejected="y", tie=value).tie == tie
 
 
 def test_ties_are_not_trained_on(tmp_path: Path) -> None:
