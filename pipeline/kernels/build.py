@@ -114,7 +114,9 @@ def cache_directory() -> Path | None:
         directory = Path(configured).absolute() if configured else default
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         status = directory.stat()
-        if status.st_uid != os.geteuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        if status.st_uid != os.geteuid():
+            raise PermissionError(f"{directory} belongs to another user")
+        if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
             raise PermissionError(f"{directory} is writable by other users")
         if not os.access(directory, os.W_OK):
             raise PermissionError(f"{directory} is not writable")

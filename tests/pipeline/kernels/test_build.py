@@ -56,13 +56,18 @@ def test_concurrent_builds_each_get_a_complete_library(cache: Path, source: Path
     assert len(list(cache.iterdir())) == 1
 
 
-@pytest.mark.parametrize("mode", [0o770, 0o707])
-def test_cache_that_others_can_write_is_not_used(
-    mode: int, cache: Path, source: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(("mode", "is_foreign"), [(0o770, False), (0o707, False), (0o700, True)])
+def test_cache_of_or_writable_by_others_is_not_used(
+    mode: int, is_foreign: bool, cache: Path, source: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     cache.mkdir()
     cache.chmod(mode)
+    if is_foreign and os.geteuid() != 0:
+        pytest.skip("only root can give a directory to another user")
+    if is_foreign:
+        os.chown(cache, 1, -1)
+    reason = "belongs to another user" if is_foreign else "is writable by other users"
 
     assert answer(source) == answer(source) == 42
     assert not list(cache.iterdir())
-    assert caplog.text.count("compiled kernels are not cached") == 1
+    assert caplog.text.count(f"compiled kernels are not cached: {cache} {reason}; set") == 1
