@@ -6,7 +6,7 @@ model of any size, so a plan can check every model path before the first step.
 """
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,12 @@ JSON_FILES = (
     "generation_config.json",
 )
 """Files that must contain a JSON object, if they exist."""
+
+DTYPES = ("float32", "bfloat16", "float16", "float64", "float8_e4m3fn", "float8_e5m2")
+"""Data types that a configuration can name."""
+
+DEQUANTIZED = ("fp8", "mxfp4")
+"""Quantized formats that `transformers` can convert to bf16 when it loads a model."""
 
 
 def check_model_directory(
@@ -120,7 +126,28 @@ def check_configuration(directory: Path) -> dict[str, Any]:
             f"{directory / 'config.json'} has no model_type; restore the model's original"
             " config.json"
         )
+    dtype = settings.get("dtype") or settings.get("torch_dtype")
+    if isinstance(dtype, str) and dtype not in DTYPES:
+        raise ModelError(
+            f"{directory / 'config.json'} has dtype {dtype}, not one of {', '.join(DTYPES)};"
+            " restore the model's original config.json"
+        )
+    require_unquantized(directory, settings.get("quantization_config"))
     return settings
+
+
+def require_unquantized(path: str | Path, quantization: Mapping[str, Any] | None) -> None:
+    """Reject a model that is stored in a quantized format, unless it is dequantized when loaded.
+
+    Raises:
+        ModelError: the model is stored in such a format.
+    """
+    method = (quantization or {}).get("quant_method")
+    if quantization and method not in DEQUANTIZED:
+        raise ModelError(
+            f"{path} is stored in the quantized format {method}, which is not supported; use the"
+            " original model, with quantize nf4 if memory is short"
+        )
 
 
 def check_weights(directory: Path, *, allow_pickle: bool = False) -> None:

@@ -33,6 +33,7 @@ from pipeline.models.hf.directory import (
     check_weights,
     is_sequence_classifier,
     require_language_model,
+    require_unquantized,
     untrusted_code_error,
 )
 from pipeline.parallel.group import SELF_GROUP, Group
@@ -260,6 +261,7 @@ def _load_settings(path: str, config: FrozenModelConfig) -> PreTrainedConfig:
         "config.json",
         lambda: AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code),
     )
+    require_unquantized(path, getattr(settings, "quantization_config", None))
     disable_dropout(settings)
     return settings
 

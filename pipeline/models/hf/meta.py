@@ -20,6 +20,7 @@ from pipeline.config import EMBEDDED, FrozenModelConfig, TrainedModelConfig
 from pipeline.demo.model import build_model, build_tokenizer
 from pipeline.models.adapters.lora import Task, add_lora
 from pipeline.models.adapters.quantized import quantize_model
+from pipeline.models.hf.directory import require_unquantized
 from pipeline.models.hf.known import KNOWN_CONFIGS
 from pipeline.models.hf.load import disable_dropout, suppress_transformers_warnings, weight_dtype
 from pipeline.system.errors import ModelError
@@ -74,6 +75,7 @@ def load_on_meta(config: FrozenModelConfig, *, task: Task, device: torch.device)
     except (OSError, ValueError, KeyError) as error:
         reason = str(error).strip().split("\n")[0]
         raise ModelError(f"the model {path} has no readable configuration ({reason})") from None
+    require_unquantized(path, getattr(settings, "quantization_config", None))
     if isinstance(config, TrainedModelConfig):
         if config.lora is None:
             return model

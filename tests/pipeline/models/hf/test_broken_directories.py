@@ -39,6 +39,14 @@ def remove(*patterns: str) -> Damage:
     ]
 
 
+def configure(**settings: object) -> Damage:
+    def damage(directory: Path) -> None:
+        file = directory / "config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | settings))
+
+    return damage
+
+
 def add_missing_tensor_to_index(directory: Path) -> None:
     index = json.loads((directory / INDEX).read_text())
     index["weight_map"]["ghost"] = "model-00001-of-00004.safetensors"
@@ -67,6 +75,8 @@ DAMAGED_FILES: list[tuple[Damage, str]] = [
     (write("config.json", "[" * 5000 + "]" * 5000), "config.json is not JSON"),
     (write("config.json", "{'a': 1}"), "config.json is not JSON"),
     (write("config.json", "{}"), "config.json has no model_type"),
+    (configure(dtype="float8"), "config.json has dtype float8, not one of float32, "),
+    (configure(quantization_config={"quant_method": "gptq"}), "in the quantized format gptq"),
     (remove("config.json"), "has no config.json"),
     (remove("*"), "the directory is empty"),
     (remove(SINGLE), "has no weights"),
