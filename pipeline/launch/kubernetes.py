@@ -11,6 +11,7 @@ from pathlib import Path
 import yaml
 
 from pipeline.launch.layout import Deployment
+from pipeline.system.errors import EXIT_USER_ERROR
 
 MAX_RESTARTS = 10
 MOUNT = "/volume"
@@ -42,15 +43,22 @@ def job_set_manifest(deployment: Deployment, out: Path, options: Sequence[str]) 
             {"name": "shm", "emptyDir": {"medium": "Memory"}},
         ],
     }
+    wrong_input = {"operator": "In", "values": [EXIT_USER_ERROR]}
     job = {
         "parallelism": deployment.num_nodes,
         "completions": deployment.num_nodes,
         "completionMode": "Indexed",
         "backoffLimit": 0,  # a pod that fails restarts all of them
+        "podFailurePolicy": {"rules": [{"action": "FailJob", "onExitCodes": wrong_input}]},
         "template": {"spec": pod},
     }
+    rule = {  # a restart would not correct wrong input
+        "name": "wrongInput",
+        "action": "FailJobSet",
+        "onJobFailureReasons": ["PodFailurePolicy"],
+    }
     spec = {
-        "failurePolicy": {"maxRestarts": MAX_RESTARTS},
+        "failurePolicy": {"maxRestarts": MAX_RESTARTS, "rules": [rule]},
         "replicatedJobs": [{"name": "nodes", "replicas": 1, "template": {"spec": job}}],
     }
     kind = {"apiVersion": "jobset.x-k8s.io/v1alpha2", "kind": "JobSet"}

@@ -38,6 +38,10 @@ def test_job_set_restarts_indexed_pods_that_run_every_step(
     pod = job["template"]["spec"]
     (container,) = pod["containers"]
     assert job_set["spec"]["failurePolicy"]["maxRestarts"] > 0 == job["backoffLimit"]
+    (rule,) = job["podFailurePolicy"]["rules"]
+    assert (rule["action"], rule["onExitCodes"]["values"]) == ("FailJob", [2])
+    (rule,) = job_set["spec"]["failurePolicy"]["rules"]
+    assert (rule["action"], rule["onJobFailureReasons"]) == ("FailJobSet", ["PodFailurePolicy"])
     assert job["parallelism"] == job["completions"] == 2
     assert (job["completionMode"], pod["restartPolicy"]) == ("Indexed", "Never")
     assert container["resources"]["limits"] == {"nvidia.com/gpu": 8}
