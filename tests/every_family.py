@@ -36,18 +36,24 @@ _DELTA = {
 }
 _PLAIN_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 _DECODER = {"is_decoder": True}
+_WINDOW = {"use_sliding_window": True, "sliding_window": 512, "max_window_layers": 2}
 
+_DECODERS = (
+    *("bert", "bert-generation", "camembert", "data2vec-text", "electra", "ernie"),
+    *("megatron-bert", "rembert", "roberta", "roberta-prelayernorm", "roc_bert", "roformer"),
+    *("xlm-roberta", "xlm-roberta-xl"),
+)
 CHANGES: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(_DECODERS, _DECODER),
+    **dict.fromkeys(("olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"), _DELTA),
+    **{name: {"sliding_window": 512} for name in ("mistral", "mixtral", "phimoe", "starcoder2")},
+    **dict.fromkeys(("qwen2", "qwen2_moe", "qwen3"), _WINDOW),
     "bamba": {**_MAMBA, "hidden_size": 32, "attn_layer_indices": [1, 3]},
-    "bert": _DECODER,
-    "bert-generation": _DECODER,
     "big_bird": {**_DECODER, "attention_type": "original_full"},
     "blenderbot": {"encoder_layers": 2, "decoder_layers": 2, "num_hidden_layers": 2},
-    "camembert": _DECODER,
     "cohere_compass_text": {
         "rope_parameters": {"full_attention": _PLAIN_ROPE, "sliding_attention": _PLAIN_ROPE}
     },
-    "data2vec-text": _DECODER,
     "dbrx": {"attn_config": {"clip_qkv": 8, "kv_n_heads": 2, "rope_theta": 10000.0}},
     "deepseek_v2": {"num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
     "doge": {"keep_window_size": 6},
@@ -57,8 +63,6 @@ CHANGES: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
         "first_k_dense_replace": 1,
     },
-    "electra": _DECODER,
-    "ernie": _DECODER,
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "rwkv": {"attention_hidden_size": 32, "hidden_size": 32},
@@ -74,29 +78,10 @@ CHANGES: dict[str, dict[str, Any]] = {
     "lfm2": {"layer_types": ["conv", "full_attention", "conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv", "full_attention"]},
     "mamba2": {"hidden_size": 32, "expand": 1, "num_heads": 4, "head_dim": 8, "n_groups": 1},
-    "megatron-bert": _DECODER,
     "ministral": {"head_dim": 128},
-    "mistral": {"sliding_window": 512},
-    "mixtral": {"sliding_window": 512},
     "nemotron": {"num_key_value_heads": 8},
-    "olmo_hybrid": _DELTA,
-    "phimoe": {"sliding_window": 512},
     "prophetnet": {"num_encoder_layers": 2, "num_decoder_layers": 2, "is_encoder_decoder": False},
-    "qwen2": {"use_sliding_window": True, "sliding_window": 512, "max_window_layers": 2},
-    "qwen2_moe": {"use_sliding_window": True, "sliding_window": 512, "max_window_layers": 2},
-    "qwen3": {"use_sliding_window": True, "sliding_window": 512, "max_window_layers": 2},
-    "qwen3_5_moe_text": _DELTA,
-    "qwen3_5_text": _DELTA,
-    "qwen3_next": _DELTA,
     "recurrent_gemma": {"lru_width": 32},
-    "rembert": _DECODER,
-    "roberta": _DECODER,
-    "roberta-prelayernorm": _DECODER,
-    "roc_bert": _DECODER,
-    "roformer": _DECODER,
-    "starcoder2": {"sliding_window": 512},
-    "xlm-roberta": _DECODER,
-    "xlm-roberta-xl": _DECODER,
     "xmod": {**_DECODER, "default_language": "en_XX"},
 }
 """Settings that a family's defaults omit or set to values that no generative model has."""
@@ -118,24 +103,12 @@ _NOT_REDUCIBLE = "its defaults can't be reduced to a small model for the test"
 _NOT_BUILDABLE = "`AutoModelForCausalLM` can't build it from its configuration"
 
 UNSUPPORTED: dict[str, str] = {
-    "cpmant": _NOT_CAUSAL,
-    "prophetnet": _NOT_CAUSAL,
-    "xlnet": _NOT_CAUSAL,
-    "gemma4_assistant": _DRAFT_MODEL,
-    "gemma4_unified_assistant": _DRAFT_MODEL,
-    "emu3": _NOT_BUILDABLE,
-    "mllama": _NOT_BUILDABLE,
-    "musicgen": _NOT_BUILDABLE,
-    "musicgen_melody": _NOT_BUILDABLE,
+    **dict.fromkeys(("cpmant", "prophetnet", "xlnet"), _NOT_CAUSAL),
+    **dict.fromkeys(("gemma4_assistant", "gemma4_unified_assistant"), _DRAFT_MODEL),
+    **dict.fromkeys(("emu3", "mllama", "musicgen", "musicgen_melody"), _NOT_BUILDABLE),
     "blt": "it reads bytes, grouped in patches",
-    "bailing_hybrid": _NOT_REDUCIBLE,
-    "kimi_linear": _NOT_REDUCIBLE,
-    "xlm": _NOT_REDUCIBLE,
-    "xlstm": _NOT_REDUCIBLE,
-    "qwen4_exp": _NOT_REDUCIBLE,
-    "qwen4_exp_text": _NOT_REDUCIBLE,
-    "zamba": _NOT_REDUCIBLE,
-    "zamba2": _NOT_REDUCIBLE,
+    **dict.fromkeys(("bailing_hybrid", "kimi_linear", "xlm", "xlstm"), _NOT_REDUCIBLE),
+    **dict.fromkeys(("qwen4_exp", "qwen4_exp_text", "zamba", "zamba2"), _NOT_REDUCIBLE),
     "reformer": "its position embeddings require a fixed sequence length",
 }
 """Families that can't be loaded as causal language models, or built by the tests, and why."""

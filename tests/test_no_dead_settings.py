@@ -9,25 +9,11 @@ from tests.sources import PACKAGES, ROOT
 from train import STAGES
 
 CONFIG_MODULES = (
-    "evaluation.config",
-    "evaluation.winrate",
-    "inference.chat",
-    "inference.generate",
-    "inference.serve.config",
-    "inference.settings",
-    "pipeline.config",
-    "pipeline.export.command",
-    "pipeline.launch.layout",
-    "pipeline.plan.request",
-    "rewards.config",
-    "rewards.sampling",
-    "rewards.select",
-    "step0_pretrain.config",
-    "step1_sft.config",
-    "step1_sft.evaluate",
-    "step2_reward.config",
-    "step2_reward.evaluate",
-    "step3_ppo.config",
+    *("evaluation.config", "evaluation.winrate", "inference.chat", "inference.generate"),
+    *("inference.serve.config", "inference.settings", "pipeline.config", "pipeline.export.command"),
+    *("pipeline.launch.layout", "pipeline.plan.request", "rewards.config", "rewards.sampling"),
+    *("rewards.select", "step0_pretrain.config", "step1_sft.config", "step1_sft.evaluate"),
+    *("step2_reward.config", "step2_reward.evaluate", "step3_ppo.config"),
     "step3_preference.config",
 )
 NOT_SETTINGS = {"Stage", "CommandLine"}

@@ -333,14 +333,7 @@ def _format_help(config_class: type, usage: str | Sequence[str], about: str) -> 
         list_settings(config_class),
         key=lambda setting: listed.index(setting.name) if setting.name in listed else len(listed),
     )
-    return "\n".join(
-        [
-            f"usage: {first}",
-            *(f"       {line}" for line in others),
-            "",
-            about,
-            "",
-            *help_entry("--help", "Print this help and exit."),
-            *settings_help(settings, dashes=True),
-        ]
-    )
+    usage = [f"usage: {first}", *(f"       {line}" for line in others)]
+    entries = [*help_entry("--help", "Print this help and exit.")]
+    entries += settings_help(settings, dashes=True)
+    return "\n".join([*usage, "", about, "", *entries])

@@ -233,13 +233,8 @@ class StepConfig(ABC):
         "replicas": ("parallel.replicas",),
         "tensor_parallel": ("parallel.tp",),
         "pipeline_parallel": ("parallel.pp",),
-        "data_path": ("data.path",),
-        "eval_path": ("data.eval_path",),
-        "data_seed": ("data.seed",),
-        "data_split": ("data.split",),
-        "fields": ("data.fields",),
-        "format": ("data.format",),
-        "max_length": ("data.max_length",),
+        **{f"data_{name}": (f"data.{name}",) for name in ("path", "seed", "split")},
+        **{name: (f"data.{name}",) for name in ("eval_path", "fields", "format", "max_length")},
     }
     """Options of train.py, and the settings of the step that each of them sets."""
 

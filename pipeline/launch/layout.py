@@ -143,8 +143,8 @@ class Deployment:
 
 
 def option_name(name: str) -> str:
-    """Return the spelling of an option: `--num-gpus` for `num_gpus`."""
-    return f"--{name.replace('_', '-')}"
+    """Return the name as spelled in `--help`: with dashes, except in a step's settings."""
+    return "--" + (name if "." in name else name.replace("_", "-"))
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Literal
 
 from pipeline.cli.options import load_layers, split_options
 from pipeline.config import AdapterVariant, Quantize, check_split
-from pipeline.launch.layout import Deployment
+from pipeline.launch.layout import Deployment, option_name
 from pipeline.plan.stage import METHODS, Stage, check_method_name
 from pipeline.settings.build import Layer, build_config
 from pipeline.settings.deepspeed_chat import deepspeed_chat_hint
@@ -319,7 +319,7 @@ def check_sections_run(
                 f"--{stage.section}.{options[0][0]} is a setting of {owner}, or omit the setting"
             )
     names = ("reward_function", "reward", "environment", "teacher")
-    given = [_option_name(name) for name in names if getattr(command_line.request, name)]
+    given = [option_name(name) for name in names if getattr(command_line.request, name)]
     request = command_line.request
     require(
         request.teacher is None or not {"distill", "gkd"}.isdisjoint(request.method or ["gkd"]),
@@ -379,8 +379,8 @@ def _check_names(typed: Sequence[Option], files: Sequence[Layer], stages: Sequen
     ]
     for name in unknown:
         settings = [*list_settings(Request), *step_settings]
-        hint = deepspeed_chat_hint(name) or did_you_mean(settings, name, _option_name)
-        raise ConfigError(f"there is no option {_option_name(name)}; {hint}")
+        hint = deepspeed_chat_hint(name) or did_you_mean(settings, name, option_name)
+        raise ConfigError(f"there is no option {option_name(name)}; {hint}")
     nested_names = {word for setting in step_settings for word in setting.name.split(".")[1:]}
     for layer in files:
         for name in layer.settings.keys() & nested_names - known:
@@ -396,9 +396,4 @@ def _with_option_name(sentence: str, files: Sequence[Layer]) -> str:
     name = first.lstrip("-")
     known = {option.name for option in fields(Request)}
     in_file = any(rest.startswith(f"in {layer.origin} ") for layer in files)
-    return _option_name(name) + space + rest if name in known and not in_file else sentence
-
-
-def _option_name(name: str) -> str:
-    """Return the name as spelled in `--help`: with dashes, except in a step's settings."""
-    return "--" + (name if "." in name else name.replace("_", "-"))
+    return option_name(name) + space + rest if name in known and not in_file else sentence

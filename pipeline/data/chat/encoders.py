@@ -57,9 +57,7 @@ def _remove_prefix(part: dict[str, Any] | None) -> dict[str, Any] | None:
         return {**part, key: kept} if kept else None
     if part["type"] == "Metaspace":
         return {**part, "prepend_scheme": "never"}
-    if part["type"] == "ByteLevel":
-        return {**part, "add_prefix_space": False}
-    return part
+    return {**part, "add_prefix_space": False} if part["type"] == "ByteLevel" else part
 
 
 def end_ids(tokenizer: "PreTrainedTokenizerBase") -> tuple[int, ...]:

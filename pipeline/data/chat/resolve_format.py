@@ -25,9 +25,8 @@ if TYPE_CHECKING:
 
 Argument = bool | int | float | str
 
-FORMATS: dict[str, tuple[str, tuple[str, ...]]] = {
-    "human_assistant": (
-        r"""{%- for message in messages -%}
+FORMATS: Mapping[str, str] = {
+    "human_assistant": r"""{%- for message in messages -%}
   {{- '\n\n' if not loop.first -}}
   {%- if message['role'] == 'system' -%}
     {{- message['content'] | trim -}}
@@ -40,19 +39,13 @@ FORMATS: dict[str, tuple[str, tuple[str, ...]]] = {
 {%- if add_generation_prompt -%}
   {{- '\n\nAssistant:' -}}
 {%- endif -%}""",
-        (),
-    ),
-    "chatml": (
-        r"""{%- for message in messages -%}
+    "chatml": r"""{%- for message in messages -%}
   {{- '<|im_start|>' + message['role'] + '\n' + message['content'] | trim + '<|im_end|>\n' -}}
 {%- endfor -%}
 {%- if add_generation_prompt -%}
   {{- '<|im_start|>assistant\n' -}}
 {%- endif -%}""",
-        ("<|im_start|>", "<|im_end|>"),
-    ),
-    "llama2": (
-        r"""{%- set state = namespace(system='') -%}
+    "llama2": r"""{%- set state = namespace(system='') -%}
 {%- for message in messages -%}
   {%- if message['role'] == 'system' -%}
     {%- set state.system = '<<SYS>>\n' + message['content'] | trim + '\n<</SYS>>\n\n' -%}
@@ -64,27 +57,25 @@ FORMATS: dict[str, tuple[str, tuple[str, ...]]] = {
     {{- ' ' + message['content'] | trim + ' ' + eos_token -}}
   {%- endif -%}
 {%- endfor -%}""",
-        (),
-    ),
-    "llama3": (
-        r"""{%- for message in messages -%}
+    "llama3": r"""{%- for message in messages -%}
   {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n' -}}
   {{- message['content'] | trim + '<|eot_id|>' -}}
 {%- endfor -%}
 {%- if add_generation_prompt -%}
   {{- '<|start_header_id|>assistant<|end_header_id|>\n\n' -}}
 {%- endif -%}""",
-        ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
-    ),
-    "plain": (
-        r"""{%- for message in messages -%}
+    "plain": r"""{%- for message in messages -%}
   {{- message['content'] +
       {'system': '\n\n', 'user': '', 'assistant': eos_token}[message['role']] -}}
 {%- endfor -%}""",
-        (),
-    ),
 }
-"""The Jinja source of each format, and the special tokens that it needs."""
+"""The Jinja source of each format."""
+
+SPECIAL_TOKENS: Mapping[str, tuple[str, ...]] = {
+    "chatml": ("<|im_start|>", "<|im_end|>"),
+    "llama3": ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
+}
+"""The special tokens that a format needs, if any."""
 
 TODAY = date(2026, 1, 1)
 """Fixed date for templates that request today's date."""
@@ -151,7 +142,7 @@ def resolve_format(
     # Fix the date that a template requests, so that tokens don't depend on the day.
     template = _STRFTIME_NOW.sub(lambda call: json.dumps(TODAY.strftime(call["format"])), template)
     template = set_default_arguments(template, arguments or {})
-    chat_format = ChatFormat(name, template, tokenizer, FORMATS.get(name, ("", ()))[1])
+    chat_format = ChatFormat(name, template, tokenizer, SPECIAL_TOKENS.get(name, ()))
     chat_format = replace(chat_format, system_slot=_has_system_slot(chat_format))
     text = chat_format.render(PROBE_PROMPT, generation_prompt=True)
     if adds_bos(tokenizer) and not text.lstrip().startswith(str(tokenizer.bos_token)):
@@ -168,7 +159,7 @@ def resolve_format(
 def _load_template(tokenizer: "PreTrainedTokenizerBase", name: str) -> str:
     """Return the Jinja source of a named format."""
     if name in FORMATS:
-        return FORMATS[name][0]
+        return FORMATS[name]
     if name == "tokenizer":
         if not tokenizer.chat_template:
             raise ModelError(

@@ -15,25 +15,13 @@ from pipeline.system.errors import DataError
 
 Turns = tuple[Message, ...]
 
-ROLES: dict[str, Role] = {
-    "system": "system",
-    "developer": "system",
-    "user": "user",
-    "human": "user",
-    "prompter": "user",
-    "assistant": "assistant",
-    "gpt": "assistant",
-    "bot": "assistant",
-    "model": "assistant",
-    "tool": "tool",
-    "tool_response": "tool",
-    "tool_result": "tool",
-    "function": "tool",
-    "observation": "tool",
-    "ipython": "tool",
-    "tool_call": "assistant",
-    "function_call": "assistant",
+_ROLE_NAMES: Mapping[Role, Sequence[str]] = {
+    "system": ("system", "developer"),
+    "user": ("user", "human", "prompter"),
+    "assistant": ("assistant", "gpt", "bot", "model", "tool_call", "function_call"),
+    "tool": ("tool", "tool_response", "tool_result", "function", "observation", "ipython"),
 }
+ROLES: dict[str, Role] = {name: role for role, names in _ROLE_NAMES.items() for name in names}
 _CALL_KEYS = ("tool_calls", "tool_call", "function_call")
 """Keys of a turn that hold tool calls, and roles of turns whose content is a call."""
 _TRAIN_KEYS = ("weight", "loss", "train", "training")
@@ -115,9 +103,7 @@ def split_last_response(turns: Turns) -> tuple[Turns, Turns]:
 
     A dialogue that ends in a user turn is a prompt without a response.
     """
-    if turns and turns[-1].role == "assistant":
-        return turns[:-1], turns[-1:]
-    return turns, ()
+    return (turns[:-1], turns[-1:]) if turns and turns[-1].role == "assistant" else (turns, ())
 
 
 def split_common_prompt(chosen: Turns, rejected: Turns) -> tuple[Turns, Turns, Turns]:

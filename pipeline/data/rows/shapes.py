@@ -37,7 +37,7 @@ from pipeline.data.rows.columns import (
     split_last_response,
 )
 from pipeline.data.rows.sources import Row
-from pipeline.system.errors import DataError
+from pipeline.system.errors import DataError, counted
 
 
 @dataclass
@@ -123,9 +123,7 @@ def _read_stepwise(row: Row, name: str) -> Example:
     if not kept:
         raise SkipRow(EMPTY_RESPONSE)
     return Example(
-        prompt,
-        steps=tuple(step for step, _ in kept),
-        step_labels=tuple(label for _, label in kept),
+        prompt, steps=tuple(step for step, _ in kept), step_labels=tuple(label for _, label in kept)
     )
 
 
@@ -228,7 +226,7 @@ def _read_rating(row: Row) -> Example:
         case kind, count, _:
             raise DataError(
                 f"{row.origin}: a rating of kind {kind!r} can't have choice {choice!r} and"
-                f" {count} answer{'s' if count != 1 else ''}"
+                f" {counted(count, 'answer')}"
             )
 
 

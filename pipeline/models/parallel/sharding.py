@@ -36,9 +36,7 @@ class FamilyPlan:
 _PLANS: Mapping[str, FamilyPlan] = {
     "opt": FamilyPlan(
         {
-            "decoder.layers.*.self_attn.q_proj": "colwise",
-            "decoder.layers.*.self_attn.k_proj": "colwise",
-            "decoder.layers.*.self_attn.v_proj": "colwise",
+            **{f"decoder.layers.*.self_attn.{name}_proj": "colwise" for name in "qkv"},
             "decoder.layers.*.self_attn.out_proj": "rowwise",
             "decoder.layers.*.fc1": "colwise",
             "decoder.layers.*.fc2": "rowwise",

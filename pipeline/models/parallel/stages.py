@@ -151,15 +151,10 @@ def build_stage(model: nn.Module, *, number: int, blocks: Sequence[int]) -> Pipe
     """
     plain = base_model(model)
     if not can_stream(plain):
-        raise ModelError(
-            f"{plain.config.model_type} models merge several parameters into one tensor in their"
-            " files, so they can't be split into stages; set parallel.pp 1"
-        )
+        reason = "their files merge several parameters into one tensor"
+        raise ModelError(_explain(plain.config, reason))
     if not detect_batching(plain).packed:
-        raise ModelError(
-            f"{plain.config.model_type} models run padded, not packed, so they can't be split into"
-            " stages; set parallel.pp 1"
-        )
+        raise ModelError(_explain(plain.config, "they run padded, not packed"))
     family = Family.from_model(plain)
     require_equal_outputs(family, tuple(blocks))
     return _build(plain, find_module_order(family), number=number, blocks=blocks)
@@ -200,10 +195,7 @@ def get_block_list(plain: PreTrainedModel) -> tuple[str, nn.ModuleList]:
         and all(isinstance(block, GradientCheckpointingLayer | PassThrough) for block in module)
     }
     if len(lists) != 1:
-        raise ModelError(
-            f"{plain.config.model_type} models don't have all their blocks in one list, so they"
-            " can't be split into stages; set parallel.pp 1"
-        )
+        raise ModelError(_explain(plain.config, "their blocks are not all in one list"))
     return next(iter(lists.items()))
 
 

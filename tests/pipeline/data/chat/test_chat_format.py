@@ -117,7 +117,7 @@ def test_bos_occurs_once_at_the_start_if_the_tokenizer_adds_it(name: str) -> Non
 
 def test_template_may_begin_with_space_and_bos() -> None:  # as Falcon-H1's
     tokenizer = byte_level(bos=True)
-    tokenizer.chat_template = " {{ bos_token }}" + FORMATS["human_assistant"][0]
+    tokenizer.chat_template = " {{ bos_token }}" + FORMATS["human_assistant"]
 
     assert resolve_format(tokenizer, "auto").template == tokenizer.chat_template
 
