@@ -69,12 +69,13 @@ def _not_evaluated(results: Results) -> str:
     names = " and ".join(results.steps)
     if any(step.finished for step in results.steps.values()):
         return f"The evaluation of {names} produced no finite value"
-    verb = "has" if len(results.steps) == 1 else "have"
-    return f"{names} {verb} not been evaluated yet"
+    return f"{names} {'has' if len(results.steps) == 1 else 'have'} not been evaluated yet"
 
 
 def _verifier_finding(results: Results) -> Finding | None:
-    rates = pass_rates(results)
+    step = results.last_step_with("judge_counts")
+    others = {method.name for method in results.methods} - {step.name if step else ""}
+    rates = {model: rate for model, rate in pass_rates(results).items() if model not in others}
     if len(rates) < 2:
         return None
 
@@ -84,14 +85,13 @@ def _verifier_finding(results: Results) -> Finding | None:
 
     *earlier, (_, last) = rates.items()
     before = " and ".join(f"{percent(rate)} {origin(model)}" for model, rate in reversed(earlier))
-    sentence = f"{percent(last)} of answers are correct and polite, against {before}"
-    step = results.last_step_with("judge_counts")
+    owner = f"{title(step.name, results)}'s " if step and results.methods else ""
+    sentence = f"{percent(last)} of {owner}answers are correct and polite, against {before}"
     counts = mapping(step.eval.get("judge_counts")) if step else {}
     count, gained, lost = (int(finite(counts.get(n)) or 0) for n in ("prompts", "gained", "lost"))
     if not count:
         return Finding(None, sentence)
-    change = change_interval(gained, lost, count)
-    low, high = change
+    low, high = change = change_interval(gained, lost, count)
     start, _ = earlier[-1]
     since = "" if start in (BASE, START) else f" from {origin(start).removeprefix('after ')}"
     return Finding(

@@ -21,6 +21,11 @@ def verdicts(right: int) -> list[float]:
     return [1.0] * right + [0.0] * (PROMPTS - right)
 
 
+def judged(*points: tuple[float, int]) -> list[tuple[float, dict[str, list[float]]]]:
+    """Return (KL, values by prompt) from pairs of a KL and a number of right answers."""
+    return [(kl, {"judge": verdicts(right)}) for kl, right in points]
+
+
 def write_method(
     out: Path,
     method: str,
@@ -82,27 +87,12 @@ def test_values_between_evaluations_are_interpolated_by_kl() -> None:
 
 
 def test_methods_are_compared_at_the_largest_common_kl(tmp_path: Path) -> None:
-    judge = {"step1_sft": 0.25}
-    write_method(
-        tmp_path,
-        "ppo",
-        [(0.0, {"judge": verdicts(10)}), (2.0, {"judge": verdicts(14)}),
-         (4.0, {"judge": verdicts(18)})],
-        figures={"judge": {**judge, "step3_ppo": 0.45}},
-    )  # fmt: skip
-    write_method(
-        tmp_path,
-        "grpo",
-        [(0.0, {"judge": verdicts(10)}), (2.0, {"judge": verdicts(26)}),
-         (6.0, {"judge": verdicts(38)})],
-        figures={"judge": {**judge, "step3_grpo": 0.95}},
-    )  # fmt: skip
-    write_method(
-        tmp_path,
-        "dr_grpo",
-        [(0.0, {"judge": verdicts(10)}), (5.0, {"judge": verdicts(30)}),
-         (8.0, {"judge": verdicts(36)})],
-    )  # fmt: skip
+    sft = {"step1_sft": 0.25}
+    ppo = judged((0.0, 10), (2.0, 14), (4.0, 18))
+    write_method(tmp_path, "ppo", ppo, figures={"judge": {**sft, "step3_ppo": 0.45}})
+    grpo = judged((0.0, 10), (2.0, 26), (6.0, 38))
+    write_method(tmp_path, "grpo", grpo, figures={"judge": {**sft, "step3_grpo": 0.95}})
+    write_method(tmp_path, "dr_grpo", judged((0.0, 10), (5.0, 30), (8.0, 36)))
 
     comparison = compare(tmp_path)
 
@@ -121,3 +111,16 @@ def test_methods_are_compared_at_the_largest_common_kl(tmp_path: Path) -> None:
     best = find_chat_model(read_results(tmp_path).steps)
     assert best is not None
     assert best.name == "step3_grpo"
+
+
+def test_uncompared_method_is_set_against_earlier_steps_only(tmp_path: Path) -> None:
+    counts = {"prompts": 40, "gained": 10, "lost": 0}
+    for name, rate in (("grpo", 0.75), ("ppo", 0.5)):
+        judge = {"step1_sft": 0.25, f"step3_{name}": rate}
+        write_method(tmp_path, name, [(0.0, {})], figures={"judge": judge, "judge_counts": counts})
+
+    first = findings(read_results(tmp_path))[0]
+
+    expected = "50 % of PPO's answers are correct and polite, against 25 % after step 1"
+    assert plain(first.sentence) == expected
+    assert "the change from step 1: " in first.detail
