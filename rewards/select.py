@@ -211,12 +211,12 @@ def summarize(
         f"no reward   {counted(num_responses - num_rewarded, 'response')};"
         f" sources failed {counted(num_failed, 'time')}",
         f"cut off     {counted(num_truncated, 'response')}, never chosen",
-        f"chosen      {len(rows):,} {config.write}",
+        f"chosen      {counted(len(rows), config.write.removesuffix('s'))}",
     ]
     lines += [f"skipped     {number:,} with {reason}" for reason, number in skipped.items()]
     if rows:
         # Beirami et al. 2024, arXiv:2401.01879, theorem 1; ties only lower it.
-        caveat = ", or more, since prompts were skipped" if len(rows) < len(candidates) else ""
+        caveat = "; the skipped prompts can increase it" if len(rows) < len(candidates) else ""
         bound = f"log {n} - {n - 1}/{n} = {math.log(n) - (n - 1) / n:.3f} nats{caveat}"
         lines.append(f"KL          at most {bound}")
     return lines
