@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache, cached_property
-from typing import Literal
 
 import torch
 from jaxtyping import Bool, Float, Int, Shaped
@@ -387,8 +386,13 @@ def apply_overlong(
 
 def _compute_correction(experience: Experience, config: PPOConfig) -> Float[Tensor, "B T"] | None:
     """Return the importance weights of the tokens, or None if no correction is needed."""
-    correction = choose_correction(config, gap=rollout_gap(experience))
-    if correction is None:
+    correction = config.correction
+    if correction == "auto":
+        if rollout_gap(experience) <= config.correction_threshold:
+            return None
+        _log_correction_once(config.correction_threshold, config.correction_cap)
+        correction = "truncate"
+    if correction == "none":
         return None
     return correction_weights(
         experience.logprobs,
@@ -397,6 +401,16 @@ def _compute_correction(experience: Experience, config: PPOConfig) -> Float[Tens
         correction=correction,
         level=config.correction_level,
         cap=config.correction_cap,
+    )
+
+
+@cache
+def _log_correction_once(threshold: float, cap: float) -> None:
+    logger.info(
+        "rollout_gap exceeds ppo.correction_threshold %g: correcting such rollouts with importance"
+        " weights of at most %g (set ppo.correction to none to disable this)",
+        threshold,
+        cap,
     )
 
 
@@ -477,28 +491,3 @@ def check_first_update(ratio_error: float, models: Models) -> None:
 def _is_fp32(models: Models) -> bool:
     # All weights, not only the trained ones: the base of fp32 adapters may be bf16.
     return all(param.dtype == torch.float32 for param in models.policy.parameters())
-
-
-def choose_correction(config: PPOConfig, *, gap: float) -> Literal["truncate", "mask"] | None:
-    """Return the kind of importance correction for a rollout, or None for no correction.
-
-    Args:
-        config: settings of the step.
-        gap: the `rollout_gap` of the rollout, in nats per token.
-    """
-    if config.correction != "auto":
-        return None if config.correction == "none" else config.correction
-    if gap <= config.correction_threshold:
-        return None
-    _log_correction_once(config.correction_threshold, config.correction_cap)
-    return "truncate"
-
-
-@cache
-def _log_correction_once(threshold: float, cap: float) -> None:
-    logger.info(
-        "rollout_gap exceeds ppo.correction_threshold %g: correcting such rollouts with importance"
-        " weights of at most %g (set ppo.correction to none to disable this)",
-        threshold,
-        cap,
-    )
