@@ -10,7 +10,6 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import cast
 
-import torch
 from jaxtyping import Float
 from peft import PeftModel
 from torch import Tensor, nn
@@ -288,8 +287,7 @@ def load_models(
         ConfigError: the number of processes is not divisible by `config.inference_tp_size`, or
             prompt and response may exceed a model's context.
     """
-    device, tokenizer = local_device(), chat.tokenizer
-    mesh = current_mesh()
+    tokenizer, mesh = chat.tokenizer, current_mesh()
     tp_group = mesh.tp_group(config.inference_tp_size, timeout_seconds=config.timeout_seconds)
     models = config.used_models()
     for model in (models[role] for role in ("critic", "reference", "teacher") if role in models):
@@ -313,9 +311,9 @@ def load_models(
     return Models(
         actor=policy_passes.engine,
         critic=None if value_passes is None else value_passes.engine,
-        reference=load_reference(config, policy_passes, tokenizer, device=device),
+        reference=load_reference(config, policy_passes, tokenizer),
         teacher=ServedTeacher(config.teacher_url, tokenizer) if config.teacher_url else None,
-        reward=load_reward(config, tokenizer, device=device),
+        reward=load_reward(config, tokenizer),
         sources=RewardSources(config) if sources is None else sources,
         hybrid_engine=HybridEngine(
             policy_passes.engine,
@@ -368,9 +366,7 @@ def load_critic(
     )
 
 
-def load_reward(
-    config: PPOConfig, tokenizer: PreTrainedTokenizerBase, *, device: torch.device
-) -> RewardModel | None:
+def load_reward(config: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> RewardModel | None:
     """Load the reward model, which reads text if its chat format differs; None if there is none.
 
     Raises:
@@ -382,7 +378,7 @@ def load_reward(
     settings = config.reward
     chat = reward_chat(tokenizer, settings)
     layout = config.reward_layout
-    reward = load_classifier(settings, device=device, seed=config.seed, defer=True)
+    reward = load_classifier(settings, device=local_device(), seed=config.seed, defer=True)
     require_score(base_model(reward))
     if chat is None:
         require_context(base_model(reward), "reward", config)
@@ -411,7 +407,7 @@ def require_context(model: PreTrainedModel, role: str, config: PPOConfig) -> Non
 
 
 def load_reference(
-    config: PPOConfig, actor: Passes, tokenizer: PreTrainedTokenizerBase, *, device: torch.device
+    config: PPOConfig, actor: Passes, tokenizer: PreTrainedTokenizerBase
 ) -> Reference | None:
     """Load the teacher, or the reference (by default the initial actor), sharded like the actor.
 
@@ -419,19 +415,18 @@ def load_reference(
     LoRA, the default is the base with the adapter disabled, which needs no second copy.
     """
     role = config.reference_role
-    if role is None and config.is_distillation:
-        return None
     if role is None:
-        logger.info(
-            "there is no KL penalty, so no reference is loaded and the KL to the initial actor is"
-            " not measured (set ppo.reference.path to measure it)"
-        )
+        if not config.is_distillation:
+            logger.info(
+                "there is no KL penalty, so no reference is loaded and the KL to the initial actor"
+                " is not measured (set ppo.reference.path to measure it)"
+            )
         return None
     settings: FrozenModelConfig = config.teacher if role == "teacher" else config.reference
     if settings.path is None and config.actor.lora is not None:
         return Reference(actor.engine, actor)
     settings = config.actor if settings.path is None else settings
-    model = load_causal_lm(settings, device=device, seed=config.seed, defer=True)
+    model = load_causal_lm(settings, device=local_device(), seed=config.seed, defer=True)
     require_context(base_model(model), role, config)
     add_tokens(model, tokenizer, seed=config.seed)
     engine, passes = make_frozen_passes(

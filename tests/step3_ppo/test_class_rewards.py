@@ -11,6 +11,7 @@ from pipeline.data.examples import Encoded
 from pipeline.demo.model import build_tokenizer
 from pipeline.models.forward.forward import base_model
 from pipeline.models.hf.load import load_classifier
+from pipeline.parallel.device import local_device
 from step3_ppo.config import PPOConfig
 from step3_ppo.models import Critic, load_critic, load_reward
 from tests.step3_ppo.toy import toy_config
@@ -36,13 +37,14 @@ def test_class_score_is_the_expected_class_value(toy: Path, tmp_path: Path) -> N
     config = class_reward_config(toy, tmp_path, values=[0.0, 1.0, 4.0])
     plain = load_classifier(config.reward, device=CPU)
 
-    reward = load_reward(config, build_tokenizer(), device=CPU)
+    reward = load_reward(config, build_tokenizer())
 
     assert reward is not None
     with torch.no_grad():
         hidden = plain.base_model(BATCH.input_ids[None])[0][0, -1]
         expected = (plain.score(hidden).softmax(dim=0) * torch.tensor([0.0, 1.0, 4.0])).sum()
-    assert reward.scores([BATCH])[0].item() == pytest.approx(expected.item(), abs=1e-5)
+    score = reward.scores([BATCH.to(local_device())])[0].item()
+    assert score == pytest.approx(expected.item(), abs=1e-5)
 
 
 @pytest.mark.parametrize("stage", [0, 3])
