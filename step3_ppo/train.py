@@ -108,7 +108,7 @@ def set_up(
         data=prompts.fingerprint,
         guards=guards,
     )
-    set_score_normalization(models, prompts, config, checkpoints)
+    normalize_scores(models, prompts, config, checkpoints)
     evaluator.begin(checkpoints, run)
     ppo = Setup(models, prompts, kl, ema, ptx, guards, evaluator, checkpoints)
     apply_rollbacks(ppo)
@@ -124,12 +124,12 @@ def apply_rollbacks(ppo: Setup) -> None:
     ppo.prompts.attempt = rollbacks
 
 
-def set_score_normalization(
+def normalize_scores(
     models: Models, prompts: Prompts, config: PPOConfig, checkpoints: Checkpoints
 ) -> None:
-    """Measure or restore the mean and standard deviation of the initial actor's scores.
+    """Normalize scores by their mean and standard deviation for the initial actor's responses.
 
-    They are measured on the responses that the first iteration trains on.
+    Both are measured on the responses that the first iteration trains on, or restored.
     """
     if models.reward is None or not config.normalize_score:
         return
