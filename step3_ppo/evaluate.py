@@ -125,7 +125,7 @@ class HeldOut(HeldOutPrompts):
                 stopped=response.stopped,
                 rewards={
                     **{name: values[index] for name, values in by_source.items()},
-                    **self._reward_parts(response),
+                    **get_reward_parts(response, self.config),
                 },
                 opening=get_opening(response),
                 raw_score=raw[index],
@@ -177,10 +177,6 @@ class HeldOut(HeldOutPrompts):
         if isinstance(response, EpisodeResponse):
             return format_transcript(response.turns)
         return decode_response(self.models.chat.tokenizer, response.text_ids)
-
-    def _reward_parts(self, response: Response) -> dict[str, float]:
-        is_episode = isinstance(response, EpisodeResponse)
-        return get_reward_parts(response, self.config) if is_episode else {}
 
     def _prompt_ids(self) -> list[list[int]]:
         return [self.prompts[row].input_ids for row in self.rows]
@@ -287,7 +283,7 @@ class Evaluator:
             self.held_out.print_samples(step)
         if step % self.interval and step != self.total_steps and not is_last:
             return
-        with self.subset.models.hybrid_engine.generating() as actor:
+        with self.subset.generating() as actor:
             responses = self.subset.respond(actor, temperature=self.config.temperature)
         scored = self.subset.score_all(responses)
         metrics = self._get_metrics(scored, kl=self.subset.compute_kl(responses))

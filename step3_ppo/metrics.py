@@ -191,8 +191,9 @@ def _episode_metrics(episode: EpisodeResponse, config: PPOConfig) -> Iterator[tu
     yield from get_reward_parts(episode, config).items()
 
 
-def get_reward_parts(episode: EpisodeResponse, config: PPOConfig) -> dict[str, float]:
-    """Return the parts of an environment's reward, by metric name."""
+def get_reward_parts(response: Response, config: PPOConfig) -> dict[str, float]:
+    """Return the parts of an environment's reward, by metric name; empty for other responses."""
     source = config.environment_source
-    name = "" if source is None else source.name
-    return {f"reward_{name}_{part}": value for part, value in episode.reward.parts.items()}
+    if source is None or not isinstance(response, EpisodeResponse):
+        return {}
+    return {f"reward_{source.name}_{part}": x for part, x in response.reward.parts.items()}

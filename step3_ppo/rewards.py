@@ -161,12 +161,11 @@ class ResponseRewards:
         """
         if not self.sources:
             return {}
-        sums: dict[str, float] = {"rows": float(len(self.score)), "unknown": 0.0}
-        sums["unknown"] = float((~self.known).sum().item())
+        sums = {"rows": len(self.score), "unknown": (~self.known).sum().item()}
         for name, values in self.by_source().items():
             present = [value for value in values if value is not None]
             sums[name] = sum(present)
-            sums[f"{name} count"] = float(len(present))
+            sums[f"{name} count"] = len(present)
         totals = dict(zip(sums, current_mesh().data.sums(list(sums.values())), strict=True))
         means = {
             name: totals[name] / totals[f"{name} count"]
