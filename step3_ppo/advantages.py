@@ -40,6 +40,7 @@ def group_counts(counted: Bool[Tensor, "P G"]) -> Float[Tensor, "P 1"]:
 
 
 def _group_sum(grouped: Float[Tensor, "P G"], counted: Bool[Tensor, "P G"]) -> Float[Tensor, "P 1"]:
+    # Sorted, so that rounding does not depend on the order of the responses.
     return grouped.masked_fill(~counted, 0.0).sort(dim=1).values.sum(dim=1, keepdim=True)
 
 

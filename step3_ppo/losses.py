@@ -103,6 +103,15 @@ def k3(log_ratio: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
     return (-log_ratio).exp() - 1 + log_ratio
 
 
+KL_LOSSES: Mapping[str, Callable[..., Float[Tensor, " K"]]] = {
+    "k2": lambda log_ratio, _ratio: k2(log_ratio),
+    "k3": lambda log_ratio, _ratio: k3(log_ratio),  # Shao et al. 2024, eq. 4
+    # The gradient includes that of the ratio (DeepSeek-AI 2025, V3.2, section 3.1).
+    "k3_is": lambda log_ratio, ratio: ratio * k3(log_ratio),
+}
+"""KL losses as functions of (log pi - log pi_ref, pi / pi_old), by the setting `kl_estimator`."""
+
+
 @dataclass(frozen=True)
 class TrustRegion:
     """Bounds on the ratio of new to old policy."""
@@ -286,15 +295,6 @@ class KLController:
             return
         error = min(0.2, max(-0.2, kl / self.target - 1))
         self.base_coef *= 1 + error * responses / self.horizon
-
-
-KL_LOSSES: Mapping[str, Callable[..., Float[Tensor, " K"]]] = {
-    "k2": lambda log_ratio, _ratio: k2(log_ratio),
-    "k3": lambda log_ratio, _ratio: k3(log_ratio),  # Shao et al. 2024, eq. 4
-    # The gradient includes that of the ratio (DeepSeek-AI 2025, V3.2, section 3.1).
-    "k3_is": lambda log_ratio, ratio: ratio * k3(log_ratio),
-}
-"""KL losses as functions of (log pi - log pi_ref, pi / pi_old), by the setting `kl_estimator`."""
 
 
 def correction_weights(
