@@ -206,6 +206,7 @@ def score_responses(
     device = local_device()
     sequences = list(map(join_response, prompts, responses))
     shared = config.group_size > 1 and models.shares_prompts
+    # Without rows, a process scores its first one again, because passes are collectives.
     parts = [rows or [0] for rows in split_micro_batches(config, sequences, shared=shared)]
     batches = [
         collate([sequences[row] for row in rows], share_prompts=shared).to(device) for rows in parts
@@ -355,12 +356,12 @@ def compute_advantages(
         advantages = whiten(advantages, mask, mean=mean, variance=variance)
     zeroed = ~counted if estimate.zeroed is None else estimate.zeroed | ~counted
     return Rollout(
-        experience,
-        reward_score,
-        rewards,
-        advantages.masked_fill(zeroed[:, None], 0.0),
-        estimate.returns,
-        counted,
+        experience=experience,
+        reward_score=reward_score,
+        rewards=rewards,
+        advantages=advantages.masked_fill(zeroed[:, None], 0.0),
+        returns=estimate.returns,
+        counted=counted,
         correction=_compute_correction(experience, config),
         group_size=config.group_size,
         kl_coef=kl_coef if config.kl_in == "loss" else 0.0,

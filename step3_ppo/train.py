@@ -202,7 +202,7 @@ def iterate(ppo: Setup, config: PPOConfig, run: Run, *, step: int) -> dict[str, 
     clock.end("experience")
 
     updates = update_policy(
-        *(models, rollout, config), step=step, forward=experience.forward, ema=ppo.ema, ptx=ppo.ptx
+        models, rollout, config, step=step, forward=experience.forward, ema=ppo.ema, ptx=ppo.ptx
     )
     clock.end("training")
     metrics |= updates.metrics() | {"kl_coef": ppo.kl.coef}

@@ -436,8 +436,8 @@ def _policy_loss(
     ratio = policy_loss.ratio(logprobs, minibatch.old_logprobs, minibatch.mask)
     losses = policy_loss.losses(ratio, logprobs, advantages, region)
     corrected = weights if minibatch.correction is None else weights * minibatch.correction
-    loss = (corrected * losses).sum()
-    objective, metrics = loss, {"policy_loss": loss.detach()}
+    objective = (corrected * losses).sum()
+    metrics = {"policy_loss": objective.detach()}
     if config.kl_in == "loss" and minibatch.ref_logprobs is not None:
         estimator = "k3_is" if config.kl_estimator == "auto" else config.kl_estimator
         log_ratio = logprobs - minibatch.ref_logprobs
