@@ -62,10 +62,10 @@ class HybridEngine:
         Inside the context, a process communicates only with its `tp_group`.
         """
         start, was_loaded = time.perf_counter(), self.replica.loaded
-        if self._updates != self.engine.zero.updates or not was_loaded:
+        if self._updates != self.engine.updates or not was_loaded:
             self.replica.load(self.engine)
             self.weights_hash = self.replica.weights_hash()
-            self._updates = self.engine.zero.updates
+            self._updates = self.engine.updates
         self.seconds = time.perf_counter() - start
         try:
             with self._offloaded():
