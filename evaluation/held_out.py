@@ -15,7 +15,8 @@ from torch import nn
 from evaluation.evaluate import Generating
 from evaluation.scored import HeldOutResponses, ScoredResponse
 from inference.chat import ChatConfig
-from inference.generation import Response, free_bytes, generate
+from inference.engine.requests import Response
+from inference.generation import free_bytes, generate
 from pipeline.config import FrozenModelConfig
 from pipeline.data.chat.chat_format import ChatFormat
 from pipeline.data.examples import Example, Message

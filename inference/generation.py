@@ -25,8 +25,6 @@ from pipeline.parallel import launched
 from pipeline.parallel.group import Group
 from pipeline.system.errors import ConfigError, DataError
 
-__all__ = ["Response", "generate", "generate_each"]
-
 KeyedPrompt = tuple[tuple[int, ...], int]
 """Token ids of a prompt, and the key that selects its samples."""
 

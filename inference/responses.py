@@ -11,9 +11,9 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from inference.engine.requests import sample_key
+from inference.engine.requests import Response, sample_key
 from inference.engine.sampling import make_sampler
-from inference.generation import Response, generate_each
+from inference.generation import generate_each
 from inference.settings import Sampling
 from inference.text import continuation, plain_text
 from pipeline.data.chat.encoders import end_ids

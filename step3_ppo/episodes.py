@@ -11,9 +11,9 @@ from torch import nn
 from evaluation.held_out import Prompt
 from inference.engine.batch import OpenBatch, supports_slots
 from inference.engine.cache import count_pages
-from inference.engine.requests import EndEvent, Request, Ticket
+from inference.engine.requests import EndEvent, Request, Response, Ticket
 from inference.engine.sampling import Sampler
-from inference.generation import Response, fitting_pages, free_bytes
+from inference.generation import fitting_pages, free_bytes
 from pipeline.data.chat.chat_format import ChatFormat
 from pipeline.data.examples import Encoded, Message
 from pipeline.models.forward.forward import base_model

@@ -22,7 +22,7 @@ from evaluation.scored import (
     summarize,
     win_rate,
 )
-from inference.generation import Response
+from inference.engine.requests import Response
 from pipeline.engine.checkpoint.parts import BestWeights
 from pipeline.guards.guards import Guards
 from pipeline.models.hf.chat import decode_response

@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
-from inference.generation import Response
+from inference.engine.requests import Response
 from pipeline.data.batches import TokenBatch, collate, pad
 from pipeline.data.examples import Encoded
 from pipeline.models.forward.forward import TokenLogprobs

@@ -7,7 +7,7 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from evaluation.held_out import Prompt
-from inference.generation import Response
+from inference.engine.requests import Response
 from pipeline.data.chat.chat_format import ChatFormat
 from pipeline.models.hf.chat import decode_response
 from pipeline.parallel.group import Group

@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from inference.generation import Response
+from inference.engine.requests import Response
 from pipeline.data.batches import collate_or_empty
 from pipeline.parallel.device import local_device
 from pipeline.parallel.mesh import current_mesh

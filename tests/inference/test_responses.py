@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from inference.engine.requests import Response
 from inference.generate import main
-from inference.generation import Response
 from inference.responses import Prompt, Responder, TextResponse, read_prompts, write_responses
 from inference.settings import Sampling
 from pipeline.data.examples import Message

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from evaluation.held_out import Prompt
-from inference.generation import Response
+from inference.engine.requests import Response
 from pipeline.data.examples import Message
 from rewards.config import RewardConfig
 from rewards.workers import RewardError

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from evaluation.held_out import Prompt
-from inference.generation import Response
+from inference.engine.requests import Response
 from pipeline.config import FrozenModelConfig
 from pipeline.data.examples import Message
 from pipeline.models.hf.chat import load_chat

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from inference.generation import Response
+from inference.engine.requests import Response
 from step3_ppo.experience import Experience, Rollout, compute_advantages, score_responses
 from step3_ppo.metrics import group_statistics, rollout_statistics
 from step3_ppo.models import Models

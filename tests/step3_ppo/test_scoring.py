@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from inference.generation import Response
+from inference.engine.requests import Response
 from pipeline.engine.checkpoint.checkpoint import Checkpoint
 from step3_ppo.models import Models
 from step3_ppo.rewards import compute_raw_scores, measure_scores, reported_scores, score_to_reward

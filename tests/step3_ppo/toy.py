@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from inference.generation import Response
+from inference.engine.requests import Response
 from pipeline.config import DataConfig, FrozenModelConfig, OptimConfig, TrainedModelConfig
 from pipeline.demo.model import build_tokenizer
 from pipeline.engine.engine import Engine
