@@ -152,8 +152,7 @@ def test_run_uses_only_actor_and_teacher_and_resumes(
     first, second = (tmp_path / name / "actor/model.safetensors" for name in ("full", "resumed"))
     assert first.read_bytes() == second.read_bytes()
     assert config.unused_roles == {"critic", "reward", "reference"}
-    roles = [model.role for model in config.workload(1).models]
-    assert roles == ["actor", "teacher", "base"]
+    assert [model.role for model in config.workload(1).models] == ["actor", "teacher", "base"]
     full, resumed = ([line for line in lines if "reverse_kl" in line] for lines in runs)
     for line, other in zip(full, resumed, strict=True):
         assert line["reverse_kl"] == other["reverse_kl"]
