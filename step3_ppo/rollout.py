@@ -5,7 +5,7 @@ Dimension name: B responses of this process.
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Bool, Float
@@ -236,36 +236,21 @@ def sample_rollout(models: Models, prompts: Prompts, config: PPOConfig) -> Sampl
     assigned in group order, so the responses don't depend on the number of processes.
     """
     batch = prompts.next_batch()
-    inputs = list(batch.inputs)
-    responses = sample_and_submit(models, batch, config)
+    inputs, responses = list(batch.inputs), sample_and_submit(models, batch, config)
     if config.dynamic_sampling == 0 and config.drop_solved is None:
         return SampledRollout(inputs, responses, episode_statistics(responses, config))
     rewards = models.sources.results()
     prompts.drop_solved(batch, rewards, config)
-    scores = compute_raw_scores(models, inputs, responses, config) if models.reward else None
+    score = compute_raw_scores(models, inputs, responses, config) if models.reward else None
+    sampled = SampledRollout(inputs, responses, {}, rewards, score)
     refills = 0
     for _ in range(config.dynamic_sampling):
-        dead = _groups_to_redo(models, scores, rewards, responses, config)
+        dead = _groups_to_redo(models, sampled, config)
         if not dead or prompts.all_solved:
             break
         refills += len(dead)
-        batch = prompts.next_batch(dead)
-        rows = _response_rows(batch.groups, config.group_size)
-        new_responses = sample_and_submit(models, batch, config)
-        for row, prompt, response in zip(rows, batch.inputs, new_responses, strict=True):
-            inputs[row], responses[row] = prompt, response
-        results = models.sources.results()
-        prompts.drop_solved(batch, results, config)
-        for name, new_rewards in results.items():
-            for index, row in enumerate(rows):
-                rewards[name].values[row] = new_rewards.values[index]
-                rewards[name].failures[row] = new_rewards.failures[index]
-        if scores is not None:
-            # Scoring is a collective, so a process without new responses rescores an old one.
-            rescored = rows or [0]
-            pairs = [inputs[row] for row in rescored], [responses[row] for row in rescored]
-            scores[rescored] = compute_raw_scores(models, *pairs, config)
-    dead = config.dynamic_sampling and _groups_to_redo(models, scores, rewards, responses, config)
+        _replace_groups(models, prompts, dead, sampled, config)
+    dead = config.dynamic_sampling and _groups_to_redo(models, sampled, config)
     if dead:
         logger.info(
             "the responses to %d of %d prompts still have equal rewards, which give no gradient"
@@ -278,7 +263,36 @@ def sample_rollout(models: Models, prompts: Prompts, config: PPOConfig) -> Sampl
     metrics |= {"refills": float(refills)} if config.dynamic_sampling else {}
     if config.drop_solved is not None:
         metrics["solved_prompts"] = float(len(prompts.stream.dropped))
-    return SampledRollout(inputs, responses, metrics, rewards, scores)
+    return replace(sampled, metrics=metrics)
+
+
+def _replace_groups(
+    models: Models,
+    prompts: Prompts,
+    groups: Sequence[int],
+    sampled: SampledRollout,
+    config: PPOConfig,
+) -> None:
+    """Replace these groups of the full rollout, in place, by those of the next prompts."""
+    assert sampled.source_rewards is not None
+    batch = prompts.next_batch(groups)
+    rows = _response_rows(batch.groups, config.group_size)
+    new_responses = sample_and_submit(models, batch, config)
+    for row, prompt, response in zip(rows, batch.inputs, new_responses, strict=True):
+        sampled.inputs[row], sampled.responses[row] = prompt, response
+    results = models.sources.results()
+    prompts.drop_solved(batch, results, config)
+    for name, new_rewards in results.items():
+        rewards = sampled.source_rewards[name]
+        for index, row in enumerate(rows):
+            rewards.values[row] = new_rewards.values[index]
+            rewards.failures[row] = new_rewards.failures[index]
+    if sampled.score is not None:
+        # Scoring is a collective, so a process without new responses rescores an old one.
+        rescored = rows or [0]
+        inputs = [sampled.inputs[row] for row in rescored]
+        responses = [sampled.responses[row] for row in rescored]
+        sampled.score[rescored] = compute_raw_scores(models, inputs, responses, config)
 
 
 def sample_and_submit(models: Models, batch: PromptBatch, config: PPOConfig) -> list[Response]:
@@ -329,17 +343,13 @@ def _response_rows(groups: Sequence[int], group_size: int) -> list[int]:
     return [group // size * group_size + sample for group in groups for sample in range(group_size)]
 
 
-def _groups_to_redo(
-    models: Models,
-    scores: Float[Tensor, " B"] | None,
-    source_rewards: Mapping[str, SourceResults],
-    responses: Sequence[Response],
-    config: PPOConfig,
-) -> list[int]:
+def _groups_to_redo(models: Models, sampled: SampledRollout, config: PPOConfig) -> list[int]:
     """Return the groups of the full rollout that have no gradient after overlong penalties."""
-    device = local_device()
+    responses, device = sampled.responses, local_device()
     stopped = torch.tensor([response.stopped for response in responses], device=device)
     lengths = torch.tensor([len(response.ids) for response in responses], device=device)
-    rewards = compute_rewards(models, scores, stopped, config, source_rewards=source_rewards)
+    rewards = compute_rewards(
+        models, sampled.score, stopped, config, source_rewards=sampled.source_rewards
+    )
     reward, counted = apply_overlong(rewards.reward, lengths, stopped, config)
     return find_dead_groups(reward, counted & rewards.known, group_size=config.group_size)
