@@ -23,7 +23,7 @@ from pipeline.config import (
 from pipeline.guards.settings import check_guards, with_defaults
 from pipeline.system.errors import require
 from step3_ppo.guard_settings import DEFAULT_GUARDS, GuardSettings, unmeasured_signals
-from step3_ppo.methods import ESTIMATOR_NEEDS, METHODS, EstimatorNeeds, GroupMethod
+from step3_ppo.methods import ESTIMATOR_NEEDS, METHODS, GroupMethod
 from step3_ppo.reward_settings import (
     MODEL_KIND,
     RewardSettings,
@@ -433,7 +433,7 @@ class PPOConfig(TaskSettings, StepConfig, RewardSettings, GuardSettings):
             f" {self.rollout_size}; a minibatch must be part of one rollout",
         )
         require(self.rollout_size > 1, "ppo.rollout_size must be at least 2 to whiten advantages")
-        check_method(self, ESTIMATOR_NEEDS[self.advantage])
+        _check_method(self)
         object.__setattr__(self, "rewards", add_environment_source(self))
         self.check_rewards()
         _check_scores(self)
@@ -529,20 +529,21 @@ def _if_sharded(model: TrainedModelConfig) -> TrainedModelConfig | None:
     return model if model.zero_stage == 3 else None
 
 
-def check_method(config: PPOConfig, needs: EstimatorNeeds) -> None:
+def _check_method(config: PPOConfig) -> None:
     """Reject incompatible estimators, losses, groups and penalties.
 
     Raises:
         ConfigError: settings are incompatible; the message names a setting and the remedy.
     """
-    _check_groups(config, needs)
+    _check_groups(config)
     _check_losses(config)
     _check_kl(config)
     _check_teacher(config)
     _check_overlong(config)
 
 
-def _check_groups(config: PPOConfig, needs: EstimatorNeeds) -> None:
+def _check_groups(config: PPOConfig) -> None:
+    needs = ESTIMATOR_NEEDS[config.advantage]
     require(
         config.rollout_size % config.group_size == 0,
         f"ppo.group_size {config.group_size} doesn't divide ppo.rollout_size {config.rollout_size};"
@@ -664,8 +665,8 @@ def _check_overlong(config: PPOConfig) -> None:
         f"ppo.overlong_buffer must be between 0 and ppo.max_new_tokens {config.max_new_tokens},"
         f" got {buffer}",
     )
-    name = "ppo.overlong mask" if config.overlong == "mask" else f"ppo.overlong_buffer {buffer:g}"
     masks = config.overlong == "mask"
+    name = "ppo.overlong mask" if masks else f"ppo.overlong_buffer {buffer:g}"
     require(
         not (masks and buffer > 0),
         "ppo.overlong mask excludes unfinished responses, and ppo.overlong_buffer penalizes them:"
