@@ -23,7 +23,7 @@ from pipeline.config import (
 from pipeline.guards.settings import check_guards, with_defaults
 from pipeline.system.errors import require
 from step3_ppo.guard_settings import DEFAULT_GUARDS, GuardSettings, unmeasured_signals
-from step3_ppo.methods import ESTIMATOR_NEEDS, METHODS, GroupMethod
+from step3_ppo.methods import ESTIMATOR_NEEDS, METHODS, Method
 from step3_ppo.reward_settings import (
     MODEL_KIND,
     RewardSettings,
@@ -75,7 +75,7 @@ class PPOConfig(TaskSettings, StepConfig, RewardSettings, GuardSettings):
 
     output_dir: Path = Path("output/step3_ppo")
 
-    method: Literal["ppo", GroupMethod, "reinforce_pp", "raft", "distill", "gkd"] = "ppo"
+    method: Method = "ppo"
     """Sets defaults for the settings below; explicit settings take precedence (docs/ppo.md)."""
 
     actor: TrainedModelConfig = field(

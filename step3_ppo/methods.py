@@ -5,8 +5,9 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal
 
-GroupMethod = Literal["grpo", "grpo_2024", "dr_grpo", "dapo", "gspo", "cispo", "rloo"]
-"""Methods that compare the responses to a prompt."""
+_GroupMethod = Literal["grpo", "grpo_2024", "dr_grpo", "dapo", "gspo", "cispo", "rloo"]
+Method = Literal["ppo", _GroupMethod, "reinforce_pp", "raft", "distill", "gkd"]
+"""Names of the methods; those of `_GroupMethod` compare the responses to a prompt."""
 
 
 @dataclass(frozen=True)
