@@ -54,9 +54,7 @@ def main(argv: Sequence[str]) -> None:
     )
     configs = read_specs(config.reward)
     columns = row_columns(read_sources(configs))  # checks the sources before reading rows
-    answer_column = next(
-        (source.resolved_column for source in configs if source.resolved_column is not None), ""
-    )
+    answer_column = next(filter(None, (source.resolved_column for source in configs)), "")
     rows = read_source(config.data_path).train[: config.limit]
     check_columns([row.columns for row in rows], config.fields, columns)
     pairs = [(row, _read_response(row, config, answer_column, columns)) for row in rows]

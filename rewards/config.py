@@ -42,29 +42,37 @@ class _KindSpec:
     required: tuple[str, ...] = ()
     """Settings without a default."""
 
-    column: str | None = None
-    """Column that the kind reads by default."""
+    column: str = ""
+    """Column that the kind reads by default; empty if it reads none."""
+
+    maximum: float = 1.0
+    """Maximum reward; 1 by convention for functions and environments."""
 
 
 _REQUEST_SETTINGS = ("attempts", "key_variable", "insecure")
 
 KINDS: dict[str, _KindSpec] = {
-    "model": _KindSpec(("path",)),
+    "model": _KindSpec(("path",), maximum=math.inf),
     "environment": _KindSpec(),
     "verifier": _KindSpec(column="answer"),
     "function": _KindSpec(("path", "form", "column"), required=("path",)),
     "math": _KindSpec(("column",), column="answer"),
     "exact": _KindSpec(("pattern", "column"), column="answer"),
     "regex": _KindSpec(("pattern",), required=("pattern",)),
-    "length": _KindSpec(("max_tokens", "buffer_tokens"), required=("max_tokens",)),
+    "length": _KindSpec(("max_tokens", "buffer_tokens"), required=("max_tokens",), maximum=0.0),
     "code": _KindSpec(("column", "seconds", "memory_mb", "sandbox"), column="tests"),
-    "remote": _KindSpec(("path", "column", *_REQUEST_SETTINGS), required=("path",), column="label"),
+    "remote": _KindSpec(
+        ("path", "column", *_REQUEST_SETTINGS),
+        required=("path",),
+        column="label",
+        maximum=math.inf,
+    ),
     "judge": _KindSpec(
         ("path", "model", "template", "scale", "concurrency", *_REQUEST_SETTINGS),
         required=("path", "model"),
     ),
 }
-"""Settings and column of each `kind`; the scoring functions are in `rewards.sources`."""
+"""Settings, column and maximum of each `kind`; the scoring functions are in `rewards.sources`."""
 
 _MINIMUMS = {
     **dict.fromkeys(("memory_mb", "concurrency", "attempts"), 1),
@@ -170,8 +178,8 @@ class RewardConfig:
         require(low < high, f"{where}.scale must be a lower and a higher score, got {low} {high}")
 
     @property
-    def resolved_column(self) -> str | None:
-        """The column that the source reads: the setting or its kind's default; None if neither."""
+    def resolved_column(self) -> str:
+        """The column that the source reads: the setting or its kind's default; may be empty."""
         return self.column or KINDS[self.kind].column
 
 

@@ -165,14 +165,13 @@ def remote_scorer(config: RewardConfig, endpoint: Endpoint) -> Scorer:
     The request has `query` (prompts with their responses), `prompts`, and `labels` (values of the
     column). The reply is {"rewards": [...]}, where null means no reward.
     """
-    column = config.resolved_column or ""
 
     def score(episodes: Sequence[Episode]) -> list[Outcome]:
         prompts = [prompt_text(episode.prompt) for episode in episodes]
         body = {
             "query": [p + episode.response for p, episode in zip(prompts, episodes, strict=True)],
             "prompts": prompts,
-            "labels": [episode.extra.get(column) for episode in episodes],
+            "labels": [episode.extra.get(config.resolved_column) for episode in episodes],
         }
         try:
             reply = endpoint.post(body)

@@ -78,10 +78,9 @@ def math_scorer(config: RewardConfig) -> Scorer:
 
     A row without an answer, or whose answer is a sentence, has no reward.
     """
-    column = config.resolved_column or ""
 
     def score(episode: Episode) -> float | None:
-        gold = single_answer(episode.extra.get(column))
+        gold = single_answer(episode.extra.get(config.resolved_column))
         number = gold_answer(gold)
         if number is not None:
             return float(response_answer(episode.response) == number)

@@ -206,10 +206,9 @@ def code_scorer(config: RewardConfig) -> Scorer:
     `[{"input": "1 2", "output": "3"}, ...]` or `{"inputs": [...], "outputs": [...]}`, or either
     as a string. Trailing whitespace in outputs is ignored. A row without tests has no reward.
     """
-    column = config.resolved_column or ""
 
     def score(episode: Episode) -> float | None:
-        tests = episode.extra.get(column)
+        tests = episode.extra.get(config.resolved_column)
         if isinstance(tests, str) and tests.lstrip().startswith(("[", "{")):
             tests = parse_literal(tests)
         if tests is None or tests in ("", [], {}):

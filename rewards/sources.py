@@ -78,7 +78,7 @@ class Source:
         if self.function is not None:
             return frozenset(self.function.column(n, self.config) for n in self.function.required)
         column = self.config.resolved_column
-        return frozenset() if column is None else frozenset({column})
+        return frozenset({column} if column else ())
 
     @property
     def fingerprint(self) -> str | None:

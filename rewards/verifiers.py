@@ -15,10 +15,9 @@ def exact_scorer(config: RewardConfig) -> Scorer:
     response without a match gets 0. A row without an answer has no reward.
     """
     pattern = compile_pattern(config) if config.pattern else None
-    column = config.resolved_column
 
     def score(episode: Episode) -> float | None:
-        answer = single_answer(episode.extra.get(column or ""))
+        answer = single_answer(episode.extra.get(config.resolved_column))
         if answer is None:
             return None
         text = episode.response
@@ -67,11 +66,9 @@ def length_scorer(config: RewardConfig) -> Scorer:
 
 def verifier_scorer(config: RewardConfig) -> Scorer:
     """Return a scorer that gives 1 to correct, polite responses, else 0; None without an answer."""
-    column = config.resolved_column
-    assert column is not None
 
     def score(episode: Episode) -> float | None:
-        answer = episode.extra.get(column)
+        answer = episode.extra.get(config.resolved_column)
         if not isinstance(answer, str):
             return None
         return float(verdict("", answer, episode.response).both)

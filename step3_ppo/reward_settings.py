@@ -1,6 +1,5 @@
 """Settings of step 3's reward sources."""
 
-import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -9,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from pipeline.config import RowColumns
 from pipeline.settings.fields import to_plain
 from pipeline.system.errors import require
-from rewards.config import RewardConfig, read_spec
+from rewards.config import KINDS, RewardConfig, read_specs
 
 if TYPE_CHECKING:
     from rewards.environments.file import EnvironmentFile
@@ -66,13 +65,9 @@ class RewardSettings:
 
     @property
     def max_rewards(self) -> dict[str, float]:
-        """Maximum reward of each source with a positive weight, before weighting.
-
-        It is infinite for unbounded sources, and 1 by convention for functions and environments.
-        """
-        by_kind = {MODEL_KIND: math.inf, "remote": math.inf, "length": 0.0}
+        """Maximum reward of each source with a positive weight, before weighting."""
         positive = (source for source in self.rewards if source.weight > 0)
-        return {source.name: by_kind.get(source.kind, 1.0) for source in positive}
+        return {source.name: KINDS[source.kind].maximum for source in positive}
 
     @property
     def environment_source(self) -> RewardConfig | None:
@@ -167,7 +162,7 @@ def read_reward_options(options: Iterable[tuple[str, Sequence[str]]]) -> list[di
     Raises:
         ConfigError: a value is not a valid source.
     """
-    sources: list[RewardConfig] = []
+    specs: list[str] = []
     for name, values in options:
         require(bool(values), f"--{name.replace('_', '-')} needs at least one value")
         for value in values:
@@ -175,5 +170,5 @@ def read_reward_options(options: Iterable[tuple[str, Sequence[str]]]) -> list[di
                 name == "reward" or re.fullmatch(r".+\.py:\w+", value) is not None,
                 f"--reward-function {value} must have the form FILE.py:NAME",
             )
-            sources.append(read_spec(value, [source.name for source in sources]))
-    return to_plain(sources)
+        specs += values
+    return to_plain(read_specs(specs))
