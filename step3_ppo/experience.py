@@ -1,4 +1,4 @@
-"""Responses scored by the models, their advantages, and the minibatches for updates.
+"""Responses scored by the models, their advantages, and micro-batches for updates.
 
 Dimension names: B responses of this process, T response tokens (padded), K without padding. In an
 episode of several turns, only the actor's tokens are response tokens; observations are stored only
@@ -93,7 +93,7 @@ class Experience:
 
 
 @dataclass(frozen=True)
-class Minibatch:
+class MicroBatch:
     """The concatenated response tokens of some rows, with all inputs of an update."""
 
     tokens: TokenBatch
@@ -145,8 +145,8 @@ class Rollout:
     kl_coef: float = 0.0
     """Weight of the KL penalty in the loss; 0 if it is in the reward."""
 
-    def minibatch(self, rows: Sequence[int]) -> Minibatch:
-        """Concatenate these rows; without rows, return a minibatch that has no gradient."""
+    def micro_batch(self, rows: Sequence[int]) -> MicroBatch:
+        """Concatenate these rows; without rows, return a micro-batch that has no gradient."""
         experience = self.experience
         device, indices = experience.mask.device, torch.tensor(list(rows) or [0])
         index = to_device(indices, device)
@@ -168,7 +168,7 @@ class Rollout:
         def gather_rows(values: Float[Tensor, "B T"] | None) -> Float[Tensor, " K"] | None:
             return None if values is None else gather_tokens(values[index])
 
-        return Minibatch(
+        return MicroBatch(
             tokens=collate(sequences, share_prompts=experience.shares_prompts).to(local_device()),
             mask=mask,
             old_logprobs=gather_tokens(experience.logprobs[index]),

@@ -21,7 +21,7 @@ from step3_ppo.divergence import Logits, gkd_loss
 from step3_ppo.experience import (
     Experience,
     ForwardPass,
-    Minibatch,
+    MicroBatch,
     Rollout,
     check_first_update,
     compute_advantages,
@@ -215,8 +215,8 @@ def pretrain_critic(
     for epoch in range(VALUE_EPOCHS):
         for rows in local_minibatches(config, step=0, epoch=epoch):
             weighting, _ = _get_weights(rollout, rows, config)
-            minibatches = _split_rows(rollout, rows, config)
-            _backward_values(models, minibatches, config, weighting, forward=None)
+            batches = _split_rows(rollout, rows, config)
+            _backward_values(models, batches, config, weighting, forward=None)
             models.critic.step()
 
 
@@ -252,10 +252,10 @@ def update_minibatch(
     `exceeds_kl` set.
     """
     weighting, tokens = _get_weights(rollout, rows, config)
-    minibatches = _split_rows(rollout, rows, config)
-    local = _backward_policy(models, minibatches, config, weighting, forward=forward)
+    batches = _split_rows(rollout, rows, config)
+    local = _backward_policy(models, batches, config, weighting, forward=forward)
     if models.critic is not None:
-        critic_metrics = _backward_values(models, minibatches, config, weighting, forward=forward)
+        critic_metrics = _backward_values(models, batches, config, weighting, forward=forward)
         local = [actor | critic for actor, critic in zip(local, critic_metrics, strict=True)]
     metrics = _reduce_metrics(local, models, num_tokens=weighting.num_tokens)
     metrics |= models.policy_passes.metrics()
@@ -299,7 +299,7 @@ def _reduce_metrics(
 
 def _backward_values(
     models: Models,
-    minibatches: Sequence[Minibatch],
+    batches: Sequence[MicroBatch],
     config: PPOConfig,
     weighting: Weighting,
     *,
@@ -313,36 +313,36 @@ def _backward_values(
     assert models.value_passes is not None
     metrics: list[dict[str, Tensor]] = []
 
-    def compute_loss(minibatch: Minibatch) -> Tensor:
+    def compute_loss(batch: MicroBatch) -> Tensor:
         assert models.critic is not None
-        assert minibatch.old_values is not None
-        assert minibatch.returns is not None
-        values = models.critic(minibatch.tokens) if forward is None else forward.values
+        assert batch.old_values is not None
+        assert batch.returns is not None
+        values = models.critic(batch.tokens) if forward is None else forward.values
         assert values is not None
         loss = value_loss(
             values,
-            minibatch.old_values,
-            minibatch.returns,
+            batch.old_values,
+            batch.returns,
             clip=config.value_clip,
-            counted=minibatch.counted,
+            counted=batch.counted,
         )
         num_clipped = values.new_zeros(())
         if config.value_clip is not None:
-            is_clipped = (values - minibatch.old_values).abs() > config.value_clip
-            num_clipped = (is_clipped * minibatch.counted).sum()
+            is_clipped = (values - batch.old_values).abs() > config.value_clip
+            num_clipped = (is_clipped * batch.counted).sum()
         metrics.append({"value_loss": loss.detach(), "value_clip_fraction": num_clipped})
         return loss
 
-    models.value_passes.forward_backward(minibatches, compute_loss, divisor=weighting.num_tokens)
+    models.value_passes.forward_backward(batches, compute_loss, divisor=weighting.num_tokens)
     return metrics
 
 
-def _split_rows(rollout: Rollout, rows: Sequence[int], config: PPOConfig) -> list[Minibatch]:
+def _split_rows(rollout: Rollout, rows: Sequence[int], config: PPOConfig) -> list[MicroBatch]:
     """Split a minibatch's rows into micro-batches."""
     experience = rollout.experience
     sequences = [experience.sequences[row] for row in rows]
     return [
-        rollout.minibatch([rows[index] for index in part])
+        rollout.micro_batch([rows[index] for index in part])
         for part in split_micro_batches(config, sequences, shared=experience.shares_prompts)
     ]
 
@@ -368,7 +368,7 @@ def _get_weights(rollout: Rollout, rows: Sequence[int], config: PPOConfig) -> tu
 
 def _backward_policy(
     models: Models,
-    minibatches: Sequence[Minibatch],
+    batches: Sequence[MicroBatch],
     config: PPOConfig,
     weighting: Weighting,
     *,
@@ -377,88 +377,88 @@ def _backward_policy(
     """Add the policy's gradients; return sums over the tokens of each micro-batch."""
     all_metrics: list[dict[str, Tensor]] = []
 
-    def compute_loss(minibatch: Minibatch) -> Tensor:
+    def compute_loss(batch: MicroBatch) -> Tensor:
         if config.method == "gkd":
-            objective, metrics = _distillation_loss(models, minibatch, config, weighting)
+            objective, metrics = _distillation_loss(models, batch, config, weighting)
             all_metrics.append(metrics)
             return objective
         if forward is None:
             outputs: TokenLogprobs = models.actor(
-                minibatch.tokens, temperature=config.temperature, entropy=config.entropy_coef > 0
+                batch.tokens, temperature=config.temperature, entropy=config.entropy_coef > 0
             )
         else:
             outputs = forward.policy
-        objective, metrics = _policy_loss(outputs, minibatch, config, weighting)
+        objective, metrics = _policy_loss(outputs, batch, config, weighting)
         all_metrics.append(metrics)
         return objective
 
-    models.policy_passes.forward_backward(minibatches, compute_loss, divisor=weighting.num_tokens)
+    models.policy_passes.forward_backward(batches, compute_loss, divisor=weighting.num_tokens)
     return all_metrics
 
 
 def _distillation_loss(
-    models: Models, minibatch: Minibatch, config: PPOConfig, weighting: Weighting
+    models: Models, batch: MicroBatch, config: PPOConfig, weighting: Weighting
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the summed divergence from the teacher, and metrics.
 
     The actor runs within the teacher's pass, while the teacher's output layer is gathered.
     """
     assert models.reference is not None
-    batch, engine = minibatch.tokens, models.reference.engine
-    weights = weighting.token_weights(minibatch.lengths) * minibatch.counted
-    targets = batch.input_ids[batch.targets]
+    tokens, engine = batch.tokens, models.reference.engine
+    weights = weighting.token_weights(batch.lengths) * batch.counted
+    targets = tokens.input_ids[tokens.targets]
 
     def compare(teacher: Logits) -> tuple[Tensor, ...]:
         settings = {"beta": config.gkd_beta, "temperature": config.temperature}
         with torch.enable_grad():
             return models.actor(
-                batch, fn=lambda *x: gkd_loss(Logits(*x), teacher, targets, weights, **settings)
+                tokens, fn=lambda *x: gkd_loss(Logits(*x), teacher, targets, weights, **settings)
             )
 
     with evaluating(engine.model):
-        loss, logprobs, reverse_kl = engine(batch, fn=lambda *x: compare(Logits(*x)))
-    counted = minibatch.counted
+        loss, logprobs, reverse_kl = engine(tokens, fn=lambda *x: compare(Logits(*x)))
+    counted = batch.counted
     metrics = {"policy_loss": loss.detach(), "reverse_kl": (reverse_kl * counted).sum()}
-    return loss, metrics | _ratio_metrics(logprobs, minibatch)
+    return loss, metrics | _ratio_metrics(logprobs, batch)
 
 
 def _policy_loss(
-    outputs: TokenLogprobs, minibatch: Minibatch, config: PPOConfig, weighting: Weighting
+    outputs: TokenLogprobs, batch: MicroBatch, config: PPOConfig, weighting: Weighting
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the policy's summed loss on a micro-batch, and metrics."""
     region = TrustRegion(
         config.clip, config.clip if config.clip_high is None else config.clip_high, config.dual_clip
     )
     logprobs, entropy = outputs.logprobs, outputs.entropy
-    advantages = minibatch.advantages
-    weights = weighting.token_weights(minibatch.lengths) * minibatch.counted
+    advantages = batch.advantages
+    weights = weighting.token_weights(batch.lengths) * batch.counted
     policy_loss = LOSSES[config.loss]
-    ratio = policy_loss.ratio(logprobs, minibatch.old_logprobs, minibatch.mask)
+    ratio = policy_loss.ratio(logprobs, batch.old_logprobs, batch.mask)
     losses = policy_loss.losses(ratio, logprobs, advantages, region)
-    corrected = weights if minibatch.correction is None else weights * minibatch.correction
+    corrected = weights if batch.correction is None else weights * batch.correction
     objective = (corrected * losses).sum()
     metrics = {"policy_loss": objective.detach()}
-    if config.kl_in == "loss" and minibatch.ref_logprobs is not None:
+    if config.kl_in == "loss" and batch.ref_logprobs is not None:
         estimator = "k3_is" if config.kl_estimator == "auto" else config.kl_estimator
-        log_ratio = logprobs - minibatch.ref_logprobs
-        kls = KL_LOSSES[estimator](log_ratio, policy_ratio(logprobs, minibatch.old_logprobs))
+        log_ratio = logprobs - batch.ref_logprobs
+        kls = KL_LOSSES[estimator](log_ratio, policy_ratio(logprobs, batch.old_logprobs))
         kl_loss = (corrected * kls).sum()
-        objective = objective + minibatch.kl_coef * kl_loss
+        objective = objective + batch.kl_coef * kl_loss
         metrics["kl_loss"] = kl_loss.detach()
     if config.entropy_coef > 0 and entropy is not None:
         objective = objective - config.entropy_coef * (weights * entropy).sum()
     with torch.no_grad():
         is_clipped = policy_loss.is_clipped(ratio, advantages, region)
-        metrics["clip_fraction"] = (is_clipped * minibatch.counted).sum()
-        return objective, metrics | _ratio_metrics(logprobs, minibatch)
+        metrics["clip_fraction"] = (is_clipped * batch.counted).sum()
+        return objective, metrics | _ratio_metrics(logprobs, batch)
 
 
-def _ratio_metrics(logprobs: Tensor, minibatch: Minibatch) -> dict[str, Tensor]:
+def _ratio_metrics(logprobs: Tensor, batch: MicroBatch) -> dict[str, Tensor]:
     """Return sums and maxima that show how far the ratios are from 1."""
-    ratio = policy_ratio(logprobs, minibatch.old_logprobs)
+    ratio = policy_ratio(logprobs, batch.old_logprobs)
     return {
-        "approx_kl": 0.5 * (ratio.log().square() * minibatch.counted).sum(),
-        "ratio_mean": (ratio * minibatch.counted).sum(),
+        "approx_kl": 0.5 * (ratio.log().square() * batch.counted).sum(),
+        "ratio_mean": (ratio * batch.counted).sum(),
         "ratio_max": ratio.max() if len(ratio) else ratio.new_zeros(()),
         "ratio_error": (ratio - 1).abs().max() if len(ratio) else ratio.new_zeros(()),
     }

@@ -57,7 +57,7 @@ def test_gradient_uses_each_tokens_log_ratio_as_advantage(toy: Path) -> None:
     models = toy_models(config)
     rollout = sample_on_policy(models, config)
     experience, mask = rollout.experience, rollout.experience.mask
-    logprobs = models.actor(rollout.minibatch(range(len(PROMPTS))).tokens).logprobs
+    logprobs = models.actor(rollout.micro_batch(range(len(PROMPTS))).tokens).logprobs
     advantages = (experience.ref_logprobs - experience.logprobs)[mask]
     parameters = dict(models.actor.model.named_parameters())
     loss = -(advantages * logprobs).sum() / len(logprobs)
@@ -101,7 +101,7 @@ def test_gkd_gradient_matches_full_logits_of_a_large_vocabulary(tmp_path: Path, 
     config = replace(config, actor=replace(config.actor, zero_stage=stage))
     models = toy_models(config)
     rollout = sample_on_policy(models, config)
-    batch, device = rollout.minibatch(range(len(PROMPTS))).tokens, torch.device("cpu")
+    batch, device = rollout.micro_batch(range(len(PROMPTS))).tokens, torch.device("cpu")
     sources = config.actor, config.teacher
     policies = [Policy(load_causal_lm(source, device=device, seed=0)) for source in sources]
     student, teacher = (policy.logits(batch) for policy in policies)

@@ -108,7 +108,7 @@ def test_observations_are_excluded_from_gradient_kl_and_entropy(toy: Path) -> No
     update_minibatch(models, rollout, [0, 1], config, ptx=None)
 
     assert rollout.advantages.tolist() == [[1.0] * 5] * 2
-    assert rollout.minibatch([0]).tokens.targets.tolist() == answer_positions.tolist()
+    assert rollout.micro_batch([0]).tokens.targets.tolist() == answer_positions.tolist()
     (-logprobs.mean()).backward()
     assert logits.grad is not None
     others = [index for index in range(11) if index not in (answer_positions - 1).tolist()]

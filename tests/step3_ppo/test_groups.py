@@ -24,10 +24,10 @@ def test_group_responses_differ_and_share_their_prompt(toy: Path) -> None:
     rollout = compute_advantages(experience, score, config, kl_coef=0.0)
 
     num_tokens = sum(map(len, experience.sequences))
-    shared = rollout.minibatch(range(8)).tokens
+    shared = rollout.micro_batch(range(8)).tokens
     assert shared.num_tokens == num_tokens - 3 * len(PROMPTS[0]) - 3 * len(PROMPTS[1])
-    split = replace(experience, shares_prompts=False)
-    logprobs = models.actor(replace(rollout, experience=split).minibatch(range(8)).tokens).logprobs
+    split = replace(rollout, experience=replace(experience, shares_prompts=False))
+    logprobs = models.actor(split.micro_batch(range(8)).tokens).logprobs
     torch.testing.assert_close(experience.logprobs[experience.mask], logprobs, rtol=0, atol=1e-5)
 
     assert len({tuple(response.ids) for response in responses[:4]}) > 1
