@@ -331,8 +331,9 @@ def compute_advantages(
         counted = torch.ones_like(experience.stopped)
     reward_score, kept = apply_overlong(reward_score, mask.sum(dim=1), experience.stopped, config)
     counted = counted & kept
-    logprobs, reward_kl_coef = experience.logprobs, kl_coef if config.kl_in == "reward" else 0.0
+    logprobs = experience.logprobs
     reference = logprobs if experience.ref_logprobs is None else experience.ref_logprobs
+    reward_kl_coef = kl_coef if config.kl_in == "reward" else 0.0
     rewards = token_rewards(reward_score, logprobs, reference, mask, kl_coef=reward_kl_coef)
     if config.is_distillation:
         reward_score = rewards.sum(dim=1)
