@@ -1,7 +1,7 @@
 """Sentences on whether a run improved its model, and by how much."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pipeline.report.figures import (
     BASE,
@@ -19,7 +19,7 @@ from pipeline.report.figures import (
     title,
 )
 from pipeline.report.methods import compare_methods
-from pipeline.report.results import Results, finite, mapping
+from pipeline.report.results import Results, find_chat_model, finite, mapping
 
 
 @dataclass(frozen=True)
@@ -45,24 +45,28 @@ def findings(results: Results) -> list[Finding]:
     """Return the findings of a run, strongest first; never empty.
 
     Divergence comes first, then the verifier, rewards, win rate, and the metrics of steps 2 and 1.
+    Of several methods that can't be compared at equal KL, the one to chat with is described.
     """
     steps = results.steps.values()
-    result: list[Finding | None] = [
-        Finding("worse", step.diverged) for step in steps if step.diverged
-    ]
+    result: list[Finding | None] = [Finding("worse", s.diverged) for s in steps if s.diverged]
     compared = compare_methods(results)
     if compared is not None and compared.sentence:
         result.append(Finding(None, compared.sentence))
     else:
-        result += [_verifier_finding(results), _reward_finding(results), _win_rate_finding(results)]
+        best = find_chat_model(results.steps)
+        others = {step.name for step in results.methods} - {best.name if best else ""}
+        single = replace(results, steps={k: s for k, s in results.steps.items() if k not in others})
+        prefix = f"{title(best.name, results)}: " if best and others else ""
+        unnamed = _verifier_finding(single), _reward_finding(single)
+        result += [found and replace(found, sentence=prefix + found.sentence) for found in unnamed]
+        result.append(_win_rate_finding(single))
     result += _preference_findings(results)
     result += [_accuracy_finding(results), *_perplexity_findings(results)]
     for step in steps:
         for event in [event for event in step.events if event.to is not None][-1:]:
             at = f"at {event.unit} {event.step} of {step.name}"
             result.append(Finding(None, f"A guard tripped {at} ({event.effect}): {event.sentence}"))
-    known = [finding for finding in result if finding is not None]
-    return known or [Finding(None, _not_evaluated(results))]
+    return [*filter(None, result)] or [Finding(None, _not_evaluated(results))]
 
 
 def _not_evaluated(results: Results) -> str:
@@ -73,9 +77,7 @@ def _not_evaluated(results: Results) -> str:
 
 
 def _verifier_finding(results: Results) -> Finding | None:
-    step = results.last_step_with("judge_counts")
-    others = {method.name for method in results.methods} - {step.name if step else ""}
-    rates = {model: rate for model, rate in pass_rates(results).items() if model not in others}
+    rates = pass_rates(results)
     if len(rates) < 2:
         return None
 
@@ -85,8 +87,8 @@ def _verifier_finding(results: Results) -> Finding | None:
 
     *earlier, (_, last) = rates.items()
     before = " and ".join(f"{percent(rate)} {origin(model)}" for model, rate in reversed(earlier))
-    owner = f"{title(step.name, results)}'s " if step and results.methods else ""
-    sentence = f"{percent(last)} of {owner}answers are correct and polite, against {before}"
+    sentence = f"{percent(last)} of answers are correct and polite, against {before}"
+    step = results.last_step_with("judge_counts")
     counts = mapping(step.eval.get("judge_counts")) if step else {}
     count, gained, lost = (int(finite(counts.get(n)) or 0) for n in ("prompts", "gained", "lost"))
     if not count:
@@ -186,6 +188,5 @@ def _perplexity_findings(results: Results) -> Iterator[Finding]:
             verdict, verb = "not distinguishable", "did not change:"
         rows, tokens = step.metric("rows"), step.metric("held_out_tokens")
         sample = f"{rows:,.0f} held-out answers" if rows else "held-out answers"
-        if tokens:
-            sample = f"{tokens:,.0f} tokens of held-out texts"
+        sample = f"{tokens:,.0f} tokens of held-out texts" if tokens else sample
         yield Finding(verdict, f"Perplexity on {sample} {verb} {decimal(after)}")

@@ -325,8 +325,7 @@ def find_chat_model(steps: Mapping[str, StepResult]) -> StepResult | None:
     exported = {step.name: result for step in latest if (result := step.exported) is not None}
     if len(exported) < len(latest) or len({metric for metric, _ in exported.values()}) > 1:
         return latest[0]
-    means = {name: mean(known(values)) for name, (_, values) in exported.items()}
-    return max(latest, key=lambda step: means[step.name])
+    return max(latest, key=lambda step: mean(known(exported[step.name][1])))
 
 
 def find_model(path: str, method: str | None = None) -> str:

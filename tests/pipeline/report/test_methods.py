@@ -113,14 +113,16 @@ def test_methods_are_compared_at_the_largest_common_kl(tmp_path: Path) -> None:
     assert best.name == "step3_grpo"
 
 
-def test_uncompared_method_is_set_against_earlier_steps_only(tmp_path: Path) -> None:
-    counts = {"prompts": 40, "gained": 10, "lost": 0}
-    for name, rate in (("grpo", 0.75), ("ppo", 0.5)):
-        judge = {"step1_sft": 0.25, f"step3_{name}": rate}
-        write_method(tmp_path, name, [(0.0, {})], figures={"judge": judge, "judge_counts": counts})
+def test_best_of_methods_without_equal_kl_is_described_alone(tmp_path: Path) -> None:
+    counts = {"prompts": PROMPTS, "gained": 10, "lost": 0}
+    for name, right in (("dpo", 12), ("grpo", 30), ("ppo", 20)):
+        rates = {"step1_sft": 0.25, f"step3_{name}": right / PROMPTS}
+        figures = {"judge": rates, "judge_counts": counts, "reward_before": 0, "reward_after": 1}
+        write_method(tmp_path, name, judged((0.0, right)), figures=figures)
 
-    first = findings(read_results(tmp_path))[0]
+    first, second = findings(read_results(tmp_path))[:2]
 
-    expected = "50 % of PPO's answers are correct and polite, against 25 % after step 1"
+    expected = "GRPO: 75 % of answers are correct and polite, against 25 % after step 1"
     assert plain(first.sentence) == expected
     assert "the change from step 1: " in first.detail
+    assert second.sentence.startswith("GRPO: Answers to held-out prompts have a mean reward of")
