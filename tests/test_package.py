@@ -11,14 +11,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
-
-SHORT = """
-sft: {max_steps: 2, data: {max_eval_rows: 8}}
-reward: {max_steps: 2, data: {max_eval_rows: 8}}
-ppo: {max_steps: 1, rollout_size: 8, batch_size: 8, data: {max_eval_rows: 8}}
-"""
-"""Settings that shorten the embedded default to seconds."""
+from tests.sources import PACKAGES, ROOT
 
 
 @pytest.fixture(scope="module")
@@ -27,9 +20,7 @@ def bin_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("installed")
     # Built from a copy without git history, on which the result must not depend.
     source = directory / "source"
-    package_names = ("pipeline", "inference", "rewards", "evaluation", "rlhf_pipeline", "configs")
-    steps = ("step0_pretrain", "step1_sft", "step2_reward", "step3_ppo", "step3_preference")
-    for name in (*package_names, *steps):
+    for name in (*PACKAGES, "configs"):
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
     (source / "docs").mkdir()
     files = ("train.py", "chat.py", "pyproject.toml", "README.md", "LICENSE")
@@ -62,23 +53,23 @@ def run(cwd: Path, *command: str | Path) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.jobs
-def test_installed_commands_run_the_three_steps_and_generate(bin_dir: Path, tmp_path: Path) -> None:
+def test_installed_commands_run_a_step_and_generate(bin_dir: Path, tmp_path: Path) -> None:
     # A user's own modules in the working directory must not shadow ours.
     for name in ("pipeline", "inference", "step1_sft"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").write_text("raise ImportError('a user module')\n")
     (tmp_path / "train.py").write_text("raise ImportError('a user module')\n")
-    (tmp_path / "short.yaml").write_text(SHORT)
+    (tmp_path / "short.yaml").write_text("sft: {max_steps: 1, data: {max_eval_rows: 8}}")
+    args = ("--config", "short.yaml", "--step", "1", "--output-dir", "x")
 
-    trained = run(tmp_path, bin_dir / "rlhf", "--config", "short.yaml", "--output-dir", "x")
+    trained = run(tmp_path, bin_dir / "rlhf", *args)
 
     assert trained.returncode == 0, trained.stderr[-2000:]
-    summary = json.loads((tmp_path / "x" / "summary.json").read_text())
-    assert set(summary["steps"]) == {"step1_sft", "step2_reward", "step3_ppo"}
-    assert "rlhf-chat --path x/step3_ppo/actor" in trained.stdout
+    assert set(json.loads((tmp_path / "x/summary.json").read_text())["steps"]) == {"step1_sft"}
+    assert "rlhf-chat --path x/step1_sft" in trained.stdout
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "What is 2 plus 2?"}\n')
-    args = ("--path", "x/step3_ppo/actor", "--prompts", prompts, "--out", "answers.jsonl")
+    args = ("--path", "x/step1_sft", "--prompts", prompts, "--out", "answers.jsonl")
     generated = run(
         tmp_path, bin_dir / "python", "-P", "-m", "rlhf_pipeline", "inference.generate", *args
     )
@@ -101,8 +92,7 @@ def test_installed_package_tries_rewards_on_rows(bin_dir: Path, tmp_path: Path) 
 
 
 def test_wheel_makes_only_one_package_importable(bin_dir: Path, tmp_path: Path) -> None:
-    steps = ("step0_pretrain", "step1_sft", "step2_reward", "step3_ppo", "step3_preference")
-    names = ("pipeline", "inference", "rewards", "evaluation", "train", "chat", *steps)
+    names = ({*PACKAGES} - {"rlhf_pipeline"}) | {"train", "chat"}
     program = (
         "from importlib.util import find_spec\n"
         f"print([name for name in {names!r} if find_spec(name)])\n"
@@ -128,15 +118,15 @@ def test_installed_engine_trains_in_another_program(bin_dir: Path, tmp_path: Pat
     assert run(tmp_path, bin_dir / "python", "-c", program).stdout == "0.5\n"
 
     (tmp_path / "pipeline.py").touch()
-    hidden = run(tmp_path, bin_dir / "python", "-c", program).stderr
+    hidden = run(tmp_path, bin_dir / "python", "-c", "from rlhf_pipeline import Engine").stderr
     assert f"ImportError: rename {tmp_path}/pipeline.py, which shadows" in hidden
 
 
-def test_wheel_contains_kernel_sources_and_page_files(bin_dir: Path) -> None:
+def test_wheel_contains_modules_kernel_sources_and_page_files(bin_dir: Path) -> None:
     sources = {
         file.relative_to(ROOT)
-        for kind in ("cpp", "cu", "cuh", "h", "js", "css", "html")
-        for package in ("pipeline", "inference")
+        for kind in ("py", "cpp", "cu", "cuh", "h", "js", "css", "html")
+        for package in {*PACKAGES} - {"rlhf_pipeline"}
         for file in (ROOT / package).rglob(f"*.{kind}")
     }
     (package,) = bin_dir.parent.glob("lib/python*/site-packages/rlhf_pipeline")
