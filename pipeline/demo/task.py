@@ -199,7 +199,8 @@ def held_out_questions() -> tuple[Question, ...]:
     return tuple(questions.values())
 
 
-def corpus() -> list[str]:
+@cache
+def corpus() -> tuple[str, ...]:
     """Return the tokenizer's training texts: facts, then 1,000 prompts and answers of each kind."""
     random = Random("corpus")
     texts = [" ".join((*fact.subject, fact.answer)) for fact in facts()]
@@ -207,7 +208,7 @@ def corpus() -> list[str]:
         for fact in random.choices(kind_facts, k=1000):
             texts.append(write_question(fact, random))
             texts.append(f"{random.choice((*POLITE, *RUDE))} {fact.answer}")
-    return texts
+    return tuple(texts)
 
 
 def sample_prompts() -> list[str]:
@@ -360,14 +361,10 @@ def write_question(fact: Fact, random: Random, *, unseen: bool = False) -> str:
     """Write a prompt for `fact` in a training wording, or if `unseen`, in a held-out wording."""
     kind = "request" if fact.kind.endswith("request") else fact.kind
     pattern = random.choice(TASK["held_out" if unseen else "trained"][kind])
-    text = "".join(random.choice(alternatives) for alternatives in _split_wording(pattern))
+    text = "".join([random.choice(alternatives) for alternatives in _split_wording(pattern)])
     text = re.sub(r" (?=[?.,:])", "", " ".join(text.split()))
-    spells = random.random() < 0.35
-    text = re.sub(
-        r"\{(\d)(s|ing|)\}",
-        lambda slot: _name_subject(fact, int(slot[1]), slot[2], random, spells=spells),
-        text,
-    )
+    spell = random.random() < 0.35
+    text = re.sub(r"\{(\d)(s|ing|)\}", lambda x: _name_subject(fact, x, random, spell=spell), text)
     return _vary_style(text, random, noisy=not unseen)
 
 
@@ -380,8 +377,9 @@ def _split_wording(pattern: str) -> list[list[str]]:
     return [piece.split("|") for piece in re.split(r"\[([^]]*)\]", pattern)]
 
 
-def _name_subject(fact: Fact, index: int, suffix: str, random: Random, *, spells: bool) -> str:
-    """Name the fact's country, number, verb or thing in a prompt; `spells` spells out numbers."""
+def _name_subject(fact: Fact, slot: re.Match[str], random: Random, *, spell: bool) -> str:
+    """Name the fact's country, number, verb or thing in a prompt; `spell` spells out numbers."""
+    index, suffix = int(slot[1]), slot[2]
     value = fact.subject[index]
     if suffix == "s":
         return {"sheep": "sheep", "wolf": "wolves"}.get(value, f"{value}s")
@@ -392,7 +390,7 @@ def _name_subject(fact: Fact, index: int, suffix: str, random: Random, *, spells
         return random.choice(TASK["times"][value])
     if fact.kind.endswith("request") and index == 1:
         return f"{random.choice(TASK['determiners'])} {value}"
-    is_spelled = spells and value.isdigit() and int(value) < len(TASK["numbers"])
+    is_spelled = spell and value.isdigit() and int(value) < len(TASK["numbers"])
     return TASK["numbers"][int(value)] if is_spelled else value
 
 
@@ -416,5 +414,6 @@ def _vary_style(text: str, random: Random, *, noisy: bool) -> str:
         text = text.lower()
     else:
         text = re.sub(r"\bi\b", "I", text[0].upper() + text[1:])
-        text = re.sub(r"[.!] [a-z]", lambda match: match[0].upper(), text)
+        if ". " in text or "! " in text:
+            text = re.sub(r"[.!] [a-z]", lambda match: match[0].upper(), text)
     return text + (ending if random.random() < 0.7 else random.choice(("", "", ".", "?", "!")))
