@@ -20,6 +20,7 @@ from transformers import (
 from pipeline.config import FrozenModelConfig
 from pipeline.data.examples import Encoded
 from pipeline.models.hf.export import export
+from pipeline.models.hf.known import KNOWN_CONFIGS
 from pipeline.models.hf.load import load_classifier, load_tokenizer
 
 TRANSFORMERS = tuple(int(part) for part in transformers.__version__.split(".")[:2])
@@ -37,6 +38,10 @@ _LLAMA: dict[str, Any] = {
 }
 _GROUPED = {**_LLAMA, "num_key_value_heads": 2}
 _GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
+
+_HUGE = {"hidden_size": 72_000, "word_embed_proj_dim": 72_000, "ffn_dim": 288_000}
+HUGE = {**KNOWN_CONFIGS["facebook/opt-66b"], **_HUGE, "num_hidden_layers": 2}
+"""100 billion weights in few layers, which are built sooner than those of a published model."""
 
 RAGGED_FAMILIES: dict[str, dict[str, Any]] = {
     "opt": {

@@ -76,11 +76,12 @@ def load_on_meta(config: FrozenModelConfig, *, task: Task, device: torch.device)
         reason = str(error).strip().split("\n")[0]
         raise ModelError(f"the model {path} has no readable configuration ({reason})") from None
     require_unquantized(path, getattr(settings, "quantization_config", None))
-    if isinstance(config, TrainedModelConfig):
-        if config.lora is None:
-            return model
+    if not isinstance(config, TrainedModelConfig):
+        return quantize_model(model.requires_grad_(False), config)
+    if config.lora is None:
+        return model
+    with torch.device("meta"):  # draws no values
         return quantize_model(add_lora(model, config.lora, task=task, seed=0), config)
-    return quantize_model(model.requires_grad_(False), config)
 
 
 def _load_settings(path: str, *, trust_remote_code: bool) -> PreTrainedConfig:

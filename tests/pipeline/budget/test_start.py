@@ -5,15 +5,10 @@ import pytest
 from pipeline.budget.fit import check_memory
 from pipeline.config import TrainedModelConfig
 from pipeline.launch.local import PLANNED
+from pipeline.models.hf.known import KNOWN_CONFIGS
 from pipeline.system.errors import ConfigError
 from step1_sft.config import SFTConfig
-
-HUGE = SFTConfig(
-    model=TrainedModelConfig(
-        path="facebook/opt-66b", precision="fp32", gradient_checkpointing=True
-    ),
-    micro_batch_size=1,
-)
+from tests.families import HUGE
 
 
 @pytest.fixture(autouse=True)
@@ -24,6 +19,9 @@ def _unset_process_variables(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.jobs
-def test_step_that_exceeds_machine_memory_raises() -> None:
+def test_step_that_exceeds_machine_memory_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(KNOWN_CONFIGS, "huge", HUGE)
+    model = TrainedModelConfig(path="huge", precision="fp32", gradient_checkpointing=True)
+
     with pytest.raises(ConfigError, match=r"^this step needs \d+\.\d GiB on each machine to"):
-        check_memory(HUGE)
+        check_memory(SFTConfig(model=model, micro_batch_size=1))

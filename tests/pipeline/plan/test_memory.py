@@ -9,12 +9,14 @@ import yaml
 from pipeline.budget.fit import find_shortage
 from pipeline.config import TrainedModelConfig
 from pipeline.data.sharing.steps import StepData
+from pipeline.models.hf.known import KNOWN_CONFIGS
 from pipeline.plan.checks import Preview
 from pipeline.plan.describe import describe_plan, estimate, memory_errors
 from pipeline.plan.plan import Plan, make_plan
 from pipeline.run.orchestrator import main
 from pipeline.system.errors import ConfigError
 from step1_sft.config import SFTConfig
+from tests.families import HUGE
 from tests.pipeline.stages import TOY_STAGES
 
 OPT = "facebook/opt-1.3b"
@@ -64,9 +66,10 @@ def test_step_that_cant_fit_is_refused_with_a_change_that_fits(tmp_path: Path) -
 
 @pytest.mark.jobs
 def test_run_that_cant_fit_raises_before_it_starts(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    argv = ["--output-dir", str(tmp_path / "out"), "--actor-model", "facebook/opt-66b"]
+    monkeypatch.setitem(KNOWN_CONFIGS, "huge", HUGE)
+    argv = ["--output-dir", str(tmp_path / "out"), "--actor-model", "huge"]
     argv += ["--step", "1", "--sft.model.precision", "fp32", "--sft.micro_batch_size", "1"]
     argv += ["--sft.model.gradient_checkpointing", "true"]
 
