@@ -1,6 +1,7 @@
 """GGUF files, read by the `gguf` package: tensors, settings and tokenizer."""
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -44,10 +45,19 @@ def read_field(reader: gguf.GGUFReader, key: str) -> Any:
     return field.contents()
 
 
-def test_llama_file_has_every_weight_and_permuted_rotary_rows(tmp_path: Path) -> None:
-    state = save_model(tmp_path / "model", "llama").state_dict()
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a model and its export."""
+    directory = tmp_path_factory.mktemp("llama")
+    save_model(directory / "model", "llama")
+    export(directory / "model", directory / "out")
+    return directory
 
-    tensors = read_weights(export(tmp_path / "model", tmp_path / "out"))
+
+def test_llama_file_has_every_weight_and_permuted_rotary_rows(llama: Path) -> None:
+    state = load_file(llama / "model" / "model.safetensors")
+
+    tensors = read_weights(gguf.GGUFReader(llama / "out" / "model-f32.gguf"))
 
     assert torch.equal(tensors["blk.1.ffn_up.weight"], state["model.layers.1.mlp.up_proj.weight"])
     assert torch.equal(tensors["output.weight"], state["lm_head.weight"])
@@ -74,9 +84,8 @@ def test_head_that_differs_from_the_embeddings_is_exported(tmp_path: Path) -> No
     torch.testing.assert_close(from_file(ids).logits, source(ids).logits, rtol=0, atol=1e-5)
 
 
-def test_verification_compares_logits_with_the_source_model(tmp_path: Path) -> None:
-    save_model(tmp_path / "model", "llama")
-    export(tmp_path / "model", tmp_path / "out")
+def test_verification_compares_logits_with_the_source_model(llama: Path, tmp_path: Path) -> None:
+    shutil.copytree(llama, tmp_path, dirs_exist_ok=True)
     exported = GgufExport(read_source(tmp_path / "model"), "f32")
     settings = json.loads((tmp_path / "model" / "config.json").read_text())
     (tmp_path / "model" / "config.json").write_text(json.dumps(settings | {"rms_norm_eps": 0.5}))
@@ -180,11 +189,10 @@ def test_vocabulary_without_merges_or_scores_is_detected(make: Any) -> None:
     assert not replace(vocabulary, merges=(), scores=scores).encodes_as(texts)
 
 
-def test_verification_detects_a_flipped_bit(tmp_path: Path) -> None:
-    save_model(tmp_path / "model", "llama")
-    reader = export(tmp_path / "model", tmp_path / "out")
-    exported = GgufExport(read_source(tmp_path / "model"), "f32")
-    file = tmp_path / "out" / "model-f32.gguf"
+def test_verification_detects_a_flipped_bit(llama: Path, tmp_path: Path) -> None:
+    exported = GgufExport(read_source(llama / "model"), "f32")
+    file = shutil.copytree(llama / "out", tmp_path / "out") / "model-f32.gguf"
+    reader = gguf.GGUFReader(file)
     content = bytearray(file.read_bytes())
     offset = int(next(x for x in reader.tensors if x.name == "blk.1.ffn_up.weight").data_offset)
     content[offset + 40] ^= 1
