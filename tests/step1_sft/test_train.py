@@ -13,8 +13,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from inference.generation import generate
 from pipeline.config import DataConfig, FrozenModelConfig, OptimConfig, TrainedModelConfig
-from pipeline.data.sharing.steps import load_examples
+from pipeline.data.examples import Message
 from pipeline.demo.model import VOCABULARY, build_tokenizer
+from pipeline.demo.task import held_out_questions
 from pipeline.engine.engine import Engine
 from pipeline.models.forward.forward import Policy
 from pipeline.models.hf.chat import load_chat
@@ -26,6 +27,7 @@ from step1_sft.config import SFTConfig
 from step1_sft.train import perplexity, train
 from tests.distributed import run_ranks
 from tests.families import random_rows, tiny_causal_lm
+from tests.step3_ppo.toy import FEW
 
 CPU = torch.device("cpu")
 
@@ -133,8 +135,8 @@ def test_model_with_eos_as_padding_learns_to_stop(tmp_path: Path) -> None:
     config = SFTConfig(
         output_dir=tmp_path / "out",
         model=TrainedModelConfig(path=str(tmp_path / "base"), optim=OptimConfig(lr=0.01)),
-        data=DataConfig(max_length=64, max_eval_rows=16),
-        max_steps=40,
+        data=replace(FEW, split=(1.0, 0.0, 0.0), max_length=64, max_eval_rows=16),
+        max_steps=30,
         batch_size=32,
         micro_batch_size=32,
     )
@@ -143,10 +145,9 @@ def test_model_with_eos_as_padding_learns_to_stop(tmp_path: Path) -> None:
 
     trained = FrozenModelConfig(path=str(config.output_dir))
     chat = load_chat(trained, DataConfig())
-    prompts = load_examples(DataConfig(), step=3, seed=0).eval[:64]
     responses = generate(
         load_causal_lm(trained, device=CPU),
-        [chat.encode_prompt(example.prompt) for example in prompts],
+        [chat.encode_prompt((Message("user", q.text),)) for q in held_out_questions()[::4]],
         max_new_tokens=48,
         temperature=1.0,
         stop_ids=chat.stop_ids,
