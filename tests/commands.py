@@ -8,6 +8,7 @@ import runpy
 import socket
 import sys
 from collections.abc import Mapping, Sequence
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from subprocess import CompletedProcess
 from tempfile import TemporaryDirectory
@@ -41,19 +42,29 @@ def run_concurrently(
     with TemporaryDirectory() as directory:
         started = []
         for rank, argv in enumerate(commands):
-            streams = [Path(directory) / f"{name}.{rank}" for name in ("stdin", "out", "err")]
-            streams[0].write_text(stdin)
-            rank_env = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if as_job else {}
-            process = PROCESSES.Process(target=_run, args=(argv, cwd, env | rank_env, streams))
-            process.start()
+            streams = Path(directory) / str(rank)
+            variables = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if as_job else {}
+            all_env = env | variables
+            process = start_command(*argv, streams=streams, cwd=cwd, env=all_env, stdin=stdin)
             started.append((argv, process, streams))
         results = []
-        for argv, process, (_, out, err) in started:
+        for argv, process, streams in started:
             process.join()
-            results.append(
-                CompletedProcess(argv, process.exitcode or 0, out.read_text(), err.read_text())
-            )
+            texts = ((streams / name).read_text() for name in ("out", "err"))
+            results.append(CompletedProcess(argv, process.exitcode or 0, *texts))
         return results
+
+
+def start_command(
+    *argv: str, streams: Path, cwd: Path = ROOT, env: Mapping[str, str], stdin: str = ""
+) -> BaseProcess:
+    """Start a command whose streams are the files stdin, out and err in a new directory."""
+    files = [streams / name for name in ("stdin", "out", "err")]
+    streams.mkdir()
+    files[0].write_text(stdin)
+    process = PROCESSES.Process(target=_run, args=(argv, cwd, dict(env), files))
+    process.start()
+    return process
 
 
 def _run(argv: Sequence[str], cwd: Path, env: Mapping[str, str], streams: Sequence[Path]) -> None:

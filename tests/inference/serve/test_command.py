@@ -7,11 +7,9 @@ import io
 import json
 import os
 import re
-import signal
 import socket
 import struct
-import subprocess
-import sys
+import time
 from collections.abc import Sequence
 from multiprocessing.queues import SimpleQueue
 from pathlib import Path
@@ -22,9 +20,9 @@ from inference.serve.command import main
 from inference.serve.config import ServeConfig
 from inference.serve.models import ModelPath, collect_models, find_run_models, find_run_reward
 from pipeline.cli.options import run_main
+from tests.commands import start_command
 from tests.distributed import PROCESSES
 from tests.inference.serve.serving import CHAT, chat, post, request_bytes, serving
-from tests.sources import ROOT
 
 
 def run_rejected(*argv: str) -> str:
@@ -131,30 +129,25 @@ def test_reward_model_of_a_run_is_that_of_a_finished_step2(tmp_path: Path) -> No
 
 
 @pytest.mark.jobs
-def test_stopped_process_finishes_its_running_requests() -> None:
-    command = "inference.serve --path tiny=embedded --port 0 --slots 2"
-    with subprocess.Popen(
-        [sys.executable, "-m", *command.split()],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    ) as process:
-        assert process.stdout is not None
-        line = process.stdout.readline()
-        match = re.match(r"http://127.0.0.1:(\d+) : page and API", line)
-        assert match, line
-        with socket.create_connection(("127.0.0.1", int(match[1])), timeout=60) as connection:
-            body = chat(stream=True, max_tokens=150, min_tokens=150)
-            connection.sendall(request_bytes(CHAT, body))
-            first = connection.recv(100)
-            process.send_signal(signal.SIGTERM)
-            rest = receive_after(first, connection)
-        _, errors = process.communicate(timeout=60)
+def test_stopped_process_finishes_its_running_requests(tmp_path: Path) -> None:
+    out, errors = (tmp_path / "streams" / name for name in ("out", "err"))
+    command = "-m inference.serve --path tiny=embedded --port 0 --slots 2"
+    process = start_command(*command.split(), streams=out.parent, env=os.environ)
+    while not (out.exists() and "\n" in out.read_text()):
+        assert process.is_alive()
+        time.sleep(0.05)
+    match = re.match(r"http://127.0.0.1:(\d+) : page and API", out.read_text())
+    assert match
+    with socket.create_connection(("127.0.0.1", int(match[1])), timeout=60) as connection:
+        body = chat(stream=True, max_tokens=150, min_tokens=150)
+        connection.sendall(request_bytes(CHAT, body))
+        first = connection.recv(100)
+        process.terminate()
+        rest = receive_after(first, connection)
+    process.join(timeout=60)
 
-    assert process.returncode == 0
-    assert "shutting down once running requests finish" in errors
+    assert process.exitcode == 0
+    assert "shutting down once running requests finish" in errors.read_text()
     assert rest.count(b'finish_reason":"length') == 1
     assert rest.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
 

@@ -2,8 +2,6 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +12,7 @@ from pipeline.demo.task import sample_prompts
 from pipeline.run.orchestrator import main
 from pipeline.system.errors import ConfigError
 from pipeline.system.memory import control_groups
+from tests.commands import start_command
 from tests.pipeline.stages import TOY_STAGES
 
 
@@ -112,21 +111,19 @@ def test_interrupted_run_keeps_its_files_and_prints_how_to_resume(tmp_path: Path
         "from tests.pipeline.stages import TOY_STAGES\n"
         "run_main(lambda argv: main(argv, TOY_STAGES))\n"
     )
-    process = subprocess.Popen(
-        [sys.executable, "-c", program, "--step", "1", "--output-dir", str(out)],
-        env={**os.environ, "TOY": "sleep"},
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    (tmp_path / "toy.py").write_text(program)
+    argv = (str(tmp_path / "toy.py"), "--step", "1", "--output-dir", str(out))
+    streams = tmp_path / "streams"
+    process = start_command(*argv, streams=streams, env={**os.environ, "TOY": "sleep"})
     while not (out / "step1_sft" / "metrics.jsonl").exists():
-        assert process.poll() is None
+        assert process.is_alive()
         time.sleep(0.05)
 
-    process.send_signal(signal.SIGINT)
-    _, output = process.communicate(timeout=30)
+    os.kill(process.pid or 0, signal.SIGINT)
+    process.join(timeout=30)
 
-    assert process.returncode == 130
-    assert output.splitlines()[-1] == (
+    assert process.exitcode == 130
+    assert (streams / "err").read_text().splitlines()[-1] == (
         f"interrupted in step 1; {out} keeps the finished results; run the same command with"
         " --resume to continue"
     )
