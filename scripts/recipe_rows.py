@@ -15,11 +15,14 @@ def bullets(data: Path) -> list[dict[str, str]]:
 
 
 def problems(data: Path) -> list[dict[str, str]]:
-    """Return the word problems of SVAMP, with their answers."""
-    rows = json.loads((data / "SVAMP.json").read_text())
-    texts = [f"{row['Body'].strip(' .')}. {row['Question']}\nAnswer with a number." for row in rows]
-    answers = [f"{row['Answer']:g}" for row in rows]
-    return [{"prompt": text, "answer": answer} for text, answer in zip(texts, answers, strict=True)]
+    """Return the word problems of SVAMP, with their calculations as responses, and answers."""
+    rows = []
+    for row in json.loads((data / "SVAMP.json").read_text()):
+        calculation = row["Equation"].replace(".0 ", " ").removeprefix("( ").removesuffix(" )")
+        answer = f"{row['Answer']:.12g}"
+        prompt = f"{row['Body'].strip(' .')}. {row['Question']}\nWrite the calculation."
+        rows.append({"prompt": prompt, "response": f"{calculation} = {answer}", "answer": answer})
+    return rows
 
 
 if __name__ == "__main__":
