@@ -321,7 +321,7 @@ class Ragged:
             run_reproducibly(attend, q, self._with_prefix(keys, i), self._with_prefix(values, i))
             for i, q in enumerate(queries)
         ]
-        return torch.cat(outputs, dim=2).transpose(1, 2)
+        return torch.cat([out.transpose(1, 2) for out in outputs], dim=1)  # contiguous for `view`
 
     def _with_prefix(self, heads: Sequence[Tensor], index: int) -> Float[Tensor, "1 G M D"]:
         """Return the keys or values that a sequence attends to."""
