@@ -17,6 +17,7 @@ import pytest
 
 from pipeline.plan.request import parse_request
 from pipeline.plan.stage import drop_unselected, split_methods
+from tests.commands import run_command
 from tests.families import tiny_causal_lm, tiny_config
 from tests.pipeline.data.tokenizers import byte_level
 from tests.test_documented_commands import FILES, ROOT, command_lines
@@ -80,13 +81,10 @@ ELSEWHERE = {
 """Parts of commands that are not run here, with the test that does or the reason."""
 
 FEW_STEPS = {
+    **SHORT_STEPS,
     "pretrain": ["--pretrain.max_steps", "2"],
     "python -m step0_pretrain.train": ["--max_steps", "2"],
-    "preference": [
-        *("--preference.max_steps", "2", "--preference.data.max_eval_rows", "16"),
-        *("--sft.max_steps", "3", "--sft.data.max_eval_rows", "16"),
-    ],
-    "ppo": SHORT,
+    "preference": ["--preference.max_steps", "2", "--preference.data.max_eval_rows", "16"],
     "python -m step2_reward.train": ["--max_steps", "2"],
     "python -m step3_ppo.train": [
         *("--max_steps", "2", "--data.max_eval_rows", "16", "--rollout_size", "16"),
@@ -176,16 +174,15 @@ def check(episodes):
 
 
 def run(command: str, home: Path) -> subprocess.CompletedProcess[str]:
-    """Run a line of a page, in the environment of the tests."""
+    """Run a line of a page, in the environment of the tests; by bash only if it needs a shell."""
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    env = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT)}
+    program, *argv = shlex.split(command)
+    if program == "python" and re.search(r"[|<>;&$*]", command) is None:
+        return run_command(*argv, cwd=home, env=env)
+    shell = ["bash", "-c", command]
     return subprocess.run(
-        ["bash", "-c", command],
-        cwd=home,
-        env={**os.environ, "PATH": path, "PYTHONPATH": str(ROOT)},
-        input="",
-        capture_output=True,
-        text=True,
-        check=False,
+        shell, cwd=home, env=env, input="", capture_output=True, text=True, check=False
     )
 
 
