@@ -52,8 +52,8 @@ def run_plan(plan: Plan) -> None:
     """Run the steps one after another, each in separate processes.
 
     Raises:
-        SystemExit: a step or the upload failed; the code is 2 for wrong input, 75 if a scheduler
-            stopped it, 80 if training diverged, otherwise 1. Other methods are completed first.
+        SystemExit: a step or the upload failed, with an exit code from docs/watching.md. Other
+            methods are completed first.
         KeyboardInterrupt: the run was interrupted; the message says how to resume.
     """
     from pipeline.report.page import write_report
