@@ -414,6 +414,5 @@ def _vary_style(text: str, random: Random, *, noisy: bool) -> str:
         text = text.lower()
     else:
         text = re.sub(r"\bi\b", "I", text[0].upper() + text[1:])
-        if ". " in text or "! " in text:
-            text = re.sub(r"[.!] [a-z]", lambda match: match[0].upper(), text)
+        text = re.sub(r"[.!] [a-z]", lambda match: match[0].upper(), text)
     return text + (ending if random.random() < 0.7 else random.choice(("", "", ".", "?", "!")))
