@@ -321,7 +321,8 @@ class Ragged:
             run_reproducibly(attend, q, self._with_prefix(keys, i), self._with_prefix(values, i))
             for i, q in enumerate(queries)
         ]
-        return torch.cat([out.transpose(1, 2) for out in outputs], dim=1)  # contiguous for `view`
+        # Contiguous, because the code of some models calls `view` on the result.
+        return torch.cat([output.transpose(1, 2) for output in outputs], dim=1)
 
     def _with_prefix(self, heads: Sequence[Tensor], index: int) -> Float[Tensor, "1 G M D"]:
         """Return the keys or values that a sequence attends to."""
