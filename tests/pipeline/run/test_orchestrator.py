@@ -119,7 +119,8 @@ def test_interrupted_run_keeps_its_files_and_prints_how_to_resume(tmp_path: Path
         assert process.is_alive()
         time.sleep(0.05)
 
-    os.kill(process.pid or 0, signal.SIGINT)
+    assert process.pid
+    os.kill(process.pid, signal.SIGINT)
     process.join(timeout=30)
 
     assert process.exitcode == 130
