@@ -205,13 +205,6 @@ class PPOConfig(TaskSettings, StepConfig, RewardSettings, GuardSettings):
     """auto is k1 in the reward and k3_is in the loss. k3_is, and on-policy also k2, have the
     gradient of KL(pi || pi_ref); k3 (low_var_kl) has that of KL(pi_ref || pi)."""
 
-    kl_target: float | None = None
-    """Target KL in nats per response, to which kl_coef adapts (Ziegler et al. 2019, 2.2); null
-    keeps kl_coef fixed."""
-
-    kl_horizon: int = 10_000
-    """Number of responses over which kl_coef adapts to kl_target."""
-
     gamma: float = 1.0
     """Discount per token."""
 
@@ -419,7 +412,7 @@ class PPOConfig(TaskSettings, StepConfig, RewardSettings, GuardSettings):
             if model.optim is DEFAULT_OPTIM:  # identical only if it was not set
                 object.__setattr__(self, role, replace(model, optim=adam(lr)))
         names = ("rollout_size", "group_size", "generation_batch_size", "max_prompt_length")
-        names += ("max_new_tokens", "inference_tp_size", "ppo_epochs", "kl_horizon")
+        names += ("max_new_tokens", "inference_tp_size", "ppo_epochs")
         names += ("samples_every", "max_turns", "reward_timeout", "reward_workers", "temperature")
         for name in names:
             value = getattr(self, name)
@@ -446,7 +439,7 @@ class PPOConfig(TaskSettings, StepConfig, RewardSettings, GuardSettings):
         require(0 <= self.lam <= 1, f"ppo.lam must be in [0, 1], got {self.lam}")
         require(0 <= self.gkd_beta <= 1, f"ppo.gkd_beta must be in [0, 1], got {self.gkd_beta}")
         require(0 < self.clip < 1, f"ppo.clip must be between 0 and 1, got {self.clip}")
-        for name in ("clip_high", "value_clip", "score_clip", "kl_target", "target_kl"):
+        for name in ("clip_high", "value_clip", "score_clip", "target_kl"):
             value = getattr(self, name)
             require(value is None or value > 0, f"ppo.{name} must be positive or null, got {value}")
         require(
@@ -456,10 +449,6 @@ class PPOConfig(TaskSettings, StepConfig, RewardSettings, GuardSettings):
         require(
             self.ema_decay is None or 0 < self.ema_decay < 1,
             f"ppo.ema_decay must be between 0 and 1 or null, got {self.ema_decay}",
-        )
-        require(
-            self.kl_target is None or self.kl_coef > 0,
-            "ppo.kl_target adapts ppo.kl_coef, which is 0; set ppo.kl_coef above 0",
         )
         for role in ("actor", "critic"):
             lora = getattr(self, role).lora
@@ -615,10 +604,6 @@ def _check_kl(config: PPOConfig) -> None:
         f"ppo.kl_estimator {estimator} is for the loss, but ppo.kl_in is reward, where only k1 has"
         " the gradient of the KL: set ppo.kl_in to loss, or leave the estimator at auto",
     )
-    require(
-        config.kl_target is None or config.kl_in != "none",
-        "ppo.kl_target needs a KL penalty, but ppo.kl_in is none; set it to reward or loss",
-    )
 
 
 def _check_teacher(config: PPOConfig) -> None:
@@ -648,12 +633,12 @@ def _check_teacher(config: PPOConfig) -> None:
         " return log-probabilities at temperature 1",
     )
     has_rewards = config.rewards or config.environment is not None or config.dynamic_sampling > 0
-    is_penalized = config.kl_in == "reward" and config.kl_coef > 0 and config.kl_target is None
+    is_penalized = config.kl_in == "reward" and config.kl_coef > 0
     is_plain = config.kl_in == "none" and config.entropy_coef == 0
     require(
         not has_rewards and (is_plain if method == "gkd" else is_penalized),
         f"--method {method} learns from its teacher alone: omit --reward, --reward-function,"
-        " --environment, ppo.rewards, ppo.dynamic_sampling, ppo.kl_in, ppo.kl_target and, for gkd,"
+        " --environment, ppo.rewards, ppo.dynamic_sampling, ppo.kl_in and, for gkd,"
         " ppo.entropy_coef",
     )
 

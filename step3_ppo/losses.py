@@ -259,44 +259,6 @@ class Weighting:
         return torch.full_like(lengths, constant)
 
 
-@dataclass
-class KLController:
-    """kl_coef, fixed or adapted to a target KL in nats per response (Ziegler et al. 2019, 2.2).
-
-    e       = clip(KL / target - 1, -0.2, 0.2)
-    kl_coef = kl_coef * (1 + e * responses / horizon)
-    """
-
-    base_coef: float
-    """The coefficient before `factor`."""
-
-    target: float | None
-    horizon: int
-
-    factor: float = 1.0
-    """Additional factor, which a guard's rollback increases."""
-
-    @property
-    def coef(self) -> float:
-        """The current weight of the penalty."""
-        return self.base_coef * self.factor
-
-    def state_dict(self) -> dict[str, float]:
-        """Return the current coefficient, before `factor`."""
-        return {"coef": self.base_coef}
-
-    def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Restore the coefficient."""
-        self.base_coef = state["coef"]
-
-    def update(self, kl: float, *, responses: int) -> None:
-        """Adapt the coefficient to the mean KL of a rollout with this number of responses."""
-        if self.target is None:
-            return
-        error = min(0.2, max(-0.2, kl / self.target - 1))
-        self.base_coef *= 1 + error * responses / self.horizon
-
-
 def correction_weights(
     old_logprobs: Float[Tensor, "B T"],
     sampled_logprobs: Float[Tensor, "B T"],

@@ -32,7 +32,6 @@ from pipeline.system.torch_process import seed_generators
 from step3_ppo.evaluate import Evaluator
 from step3_ppo.experience import check_rollout_gap, compute_advantages, score_responses
 from step3_ppo.guards import RLSignals
-from step3_ppo.losses import KLController
 from step3_ppo.metrics import rollout_statistics
 from step3_ppo.models import Models, load_models
 from step3_ppo.reward_sources import RewardSources
@@ -49,7 +48,6 @@ class Setup:
 
     models: Models
     prompts: Prompts
-    kl: KLController
     ema: Ema | None
     ptx: PtxStream | None
     guards: Guards
@@ -86,7 +84,6 @@ def set_up(
     if models.reward is not None and models.reward.text is not None:
         models.reward.text.register_prompts((*prompts.train, *prompts.held_out))
     evaluator = Evaluator(models, prompts.held_out, config, total_steps=run.total_steps)
-    kl = KLController(config.kl_weight, config.kl_target, config.kl_horizon)
     ema = Ema(models.actor, decay=config.ema_decay) if config.ema_decay else None
     ptx = open_ptx(chat, limit_to_context(config, config.actor), prompts.record)
     has_eos_penalty = config.uses_reward_model and config.missing_eos_score is not None
@@ -97,7 +94,6 @@ def set_up(
         engines=models.trained,
         parts={
             "stream": prompts.stream,
-            "controller": kl,
             "ema": ema,
             "ptx": ptx,
             "best": evaluator.best,
@@ -110,17 +106,16 @@ def set_up(
     )
     normalize_scores(models, prompts, config, checkpoints)
     evaluator.begin(checkpoints, run)
-    ppo = Setup(models, prompts, kl, ema, ptx, guards, evaluator, checkpoints)
+    ppo = Setup(models, prompts, ema, ptx, guards, evaluator, checkpoints)
     apply_rollbacks(ppo)
     return ppo
 
 
 def apply_rollbacks(ppo: Setup) -> None:
-    """Halve the learning rate and double `kl_coef` per rollback; sample different responses."""
+    """Halve the learning rate per rollback, and sample different responses."""
     rollbacks = ppo.guards.rollbacks
     for engine in ppo.models.trained.values():
         engine.lr_scale = 0.5**rollbacks
-    ppo.kl.factor = 2.0**rollbacks
     ppo.prompts.attempt = rollbacks
 
 
@@ -181,16 +176,17 @@ def iterate(ppo: Setup, config: PPOConfig, run: Run, *, step: int) -> dict[str, 
     sampled = sample_rollout(models, ppo.prompts, config)
     clock.end("generation")
     inputs = models, sampled.inputs, sampled.responses, config
+    kl_coef = config.kl_weight * 2.0**ppo.guards.rollbacks
     pretrain = step == 1 and models.critic is not None
     experience = score_responses(*inputs, score=sampled.score, step=None if pretrain else step)
     rewards = compute_rewards(
         models, experience.score, experience.stopped, config, source_rewards=sampled.source_rewards
     )
     if pretrain:
-        pretrain_critic(models, experience, rewards, config, kl_coef=ppo.kl.coef)
+        pretrain_critic(models, experience, rewards, config, kl_coef=kl_coef)
         experience = score_responses(*inputs, score=experience.score, step=step)
     rollout = compute_advantages(
-        experience, rewards.reward, config, kl_coef=ppo.kl.coef, counted=rewards.known
+        experience, rewards.reward, config, kl_coef=kl_coef, counted=rewards.known
     )
     score = rollout.reward_score if config.is_distillation else rewards.score
     metrics = rollout_statistics(rollout, score) | sampled.metrics
@@ -205,12 +201,11 @@ def iterate(ppo: Setup, config: PPOConfig, run: Run, *, step: int) -> dict[str, 
         models, rollout, config, step=step, forward=experience.forward, ema=ppo.ema, ptx=ppo.ptx
     )
     clock.end("training")
-    metrics |= updates.metrics() | {"kl_coef": ppo.kl.coef}
+    metrics |= updates.metrics() | {"kl_coef": kl_coef}
     if config.method == "gkd":
         metrics["score"] = -metrics["reverse_kl"] * metrics["response_length"]
     timing = models.hybrid_engine.metrics() | clock.metrics()
     run.log(step, tokens=updates.tokens, **metrics, **timing)
-    ppo.kl.update(metrics.get("kl", 0.0), responses=config.rollout_size)
     return metrics
 
 

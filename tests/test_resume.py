@@ -75,8 +75,6 @@ def ppo(models: Path, **changes: Any) -> PPOConfig:
         max_prompt_length=40,
         max_new_tokens=8,
         ema_decay=0.9,
-        kl_target=0.1,
-        kl_horizon=100,
         ptx_coef=0.1,
         **COMMON,
     )

@@ -15,7 +15,6 @@ from step3_ppo.config import PPOConfig
         ("ppo.correction_cap must", {"correction_cap": 0.5}),
         ("ppo.kl_estimator k1 in the", {"kl_in": "loss", "kl_estimator": "k1"}),
         ("ppo.kl_estimator k3 is", {"kl_in": "reward", "kl_estimator": "k3"}),
-        ("ppo.kl_target needs a KL", {"kl_in": "none", "kl_target": 6.0}),
         ("ppo.group_size 3 doesn't", {"group_size": 3, "rollout_size": 64}),
         ("ppo.advantage rloo compares", {"advantage": "rloo"}),
         ("ppo.dynamic_sampling replaces", {"dynamic_sampling": 2}),
