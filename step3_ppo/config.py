@@ -104,6 +104,10 @@ class PPOConfig(TaskSettings, StepConfig, RewardSettings, GuardSettings):
     """Divergence that gkd minimizes: 0 is the forward KL(teacher || actor), 1 is the reverse KL,
     and values between them give the generalized Jensen-Shannon divergence (GKDConfig.beta)."""
 
+    gkd_lambda: float = 1.0
+    """Probability that gkd trains on a rollout of the actor's own responses; otherwise, the rollout
+    consists of the data's responses to its prompts (GKDConfig.lmbda)."""
+
     reward: FrozenModelConfig = field(default_factory=FrozenModelConfig)
     """The reward model, if one is used; by default step 2's output."""
 
@@ -298,6 +302,11 @@ class PPOConfig(TaskSettings, StepConfig, RewardSettings, GuardSettings):
         return self.method in ("distill", "gkd")
 
     @property
+    def uses_demonstrations(self) -> bool:
+        """Whether some rollouts consist of the data's responses instead of the actor's."""
+        return self.method == "gkd" and self.gkd_lambda < 1
+
+    @property
     def uses_reward_model(self) -> bool:
         """Whether a reward model scores the responses."""
         return not self.is_distillation and super().uses_reward_model
@@ -438,6 +447,9 @@ class PPOConfig(TaskSettings, StepConfig, RewardSettings, GuardSettings):
         require(0 <= self.gamma <= 1, f"ppo.gamma must be in [0, 1], got {self.gamma}")
         require(0 <= self.lam <= 1, f"ppo.lam must be in [0, 1], got {self.lam}")
         require(0 <= self.gkd_beta <= 1, f"ppo.gkd_beta must be in [0, 1], got {self.gkd_beta}")
+        require(
+            0 <= self.gkd_lambda <= 1, f"ppo.gkd_lambda must be in [0, 1], got {self.gkd_lambda}"
+        )
         require(0 < self.clip < 1, f"ppo.clip must be between 0 and 1, got {self.clip}")
         for name in ("clip_high", "value_clip", "score_clip", "target_kl"):
             value = getattr(self, name)

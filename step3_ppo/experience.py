@@ -65,7 +65,7 @@ class Experience:
     """True on response tokens, including the end-of-turn token."""
 
     sampled_logprobs: Float[Tensor, "B T"]
-    """log pi as computed during generation."""
+    """log pi as computed during generation; for demonstrations, the same as `logprobs`."""
 
     logprobs: Float[Tensor, "B T"]
     """log pi as computed by the training engine before any update: the old policy of the ratio."""
@@ -229,7 +229,7 @@ def score_responses(
             results |= _run_trained_models(models, batches, config)
     lengths = [len(response.ids) for response in responses]
     outputs = {name: _pad_rows(result, parts, lengths) for name, result in results.items()}
-    sampled, mask = pad([torch.tensor(response.logprobs, device=device) for response in responses])
+    sampled, mask = pad(list(map(_get_sampled, responses, outputs["logprobs"])))
     return Experience(
         sequences=sequences,
         stopped=torch.tensor([response.stopped for response in responses], device=device),
@@ -260,6 +260,13 @@ def _request_teacher(
         return pad([torch.tensor(row, device=local_device()) for row in logprobs])[0]
 
     return wait
+
+
+def _get_sampled(response: Response, logprobs: Float[Tensor, " T"]) -> Float[Tensor, " _L"]:
+    """Return log pi as computed during generation; that of training for a demonstration."""
+    if not response.logprobs:
+        return logprobs[: len(response.ids)]
+    return torch.tensor(response.logprobs, device=logprobs.device)
 
 
 def _pad_rows(

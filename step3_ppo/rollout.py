@@ -5,7 +5,8 @@ Dimension name: B responses of this process.
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from itertools import islice, takewhile
 
 import torch
 from jaxtyping import Bool, Float
@@ -16,11 +17,12 @@ from inference.engine.requests import Response
 from inference.generation import generate
 from pipeline.data.batches import RowStream
 from pipeline.data.chat.chat_format import ChatFormat
-from pipeline.data.sharing.prompts import PromptRecord, fingerprint
-from pipeline.data.sharing.steps import load_step_rows
+from pipeline.data.examples import Example
+from pipeline.data.sharing.prompts import PromptRecord, draw, fingerprint
+from pipeline.data.sharing.steps import is_usable, load_step_rows
 from pipeline.parallel.device import local_device
 from pipeline.parallel.mesh import current_mesh
-from pipeline.system.errors import ConfigError
+from pipeline.system.errors import ConfigError, DataError
 from rewards.contract import SourceResults
 from step3_ppo.advantages import all_equal
 from step3_ppo.config import PPOConfig
@@ -77,6 +79,9 @@ class Prompts:
 
     record: PromptRecord
     """Prompts that this step and earlier steps train on or hold out."""
+
+    demonstrations: list[Response] = field(default_factory=list[Response])
+    """The data's response to each prompt of `train`, if `uses_demonstrations`; otherwise empty."""
 
     attempt: int = 0
     """Number of rollbacks; part of the keys, so that different responses are sampled after a
@@ -177,7 +182,39 @@ def load_prompts(chat: ChatFormat, config: PPOConfig) -> Prompts:
         group_size=config.group_size,
         fingerprint=fingerprint(data.train),
         record=data.prompts,
+        demonstrations=encode_demonstrations(data.train, train, chat, config),
     )
+
+
+def encode_demonstrations(
+    rows: Sequence[Example], prompts: Sequence[Prompt], chat: ChatFormat, config: PPOConfig
+) -> list[Response]:
+    """Return the response to each prompt in its row, if `uses_demonstrations`, or else nothing.
+
+    It has the tokens of the turn after the prompt that step 1 trains on, up to `max_new_tokens`; as
+    no model sampled it, it has no log-probabilities.
+
+    Raises:
+        DataError: a row has no response that step 1 would train on.
+    """
+    rows_by_prompt = {row.prompt: row for row in rows}
+    demonstrations: list[Response] = []
+    for prompt in prompts if config.uses_demonstrations else ():
+        row = rows_by_prompt[prompt.messages]
+        ids: list[int] = []
+        if is_usable(row, "demonstrations"):
+            encoded = chat.encode(row.prompt, row.chosen, origin=row.origin)
+            tokens = zip(encoded.input_ids, encoded.trained, strict=True)
+            turn = takewhile(lambda token: token[1], islice(tokens, len(prompt.input_ids), None))
+            ids = [token for token, _ in islice(turn, config.max_new_tokens)]
+        if not ids:
+            raise DataError(
+                f"{row.origin}: the row has no response to learn from, which ppo.gkd_lambda"
+                f" {config.gkd_lambda:g} requires; add one, remove the row, or set"
+                " ppo.gkd_lambda to 1"
+            )
+        demonstrations.append(Response(ids, stopped=ids[-1] in chat.stop_ids))
+    return demonstrations
 
 
 def generate_responses(
@@ -216,7 +253,8 @@ class SampledRollout:
     responses: list[Response]
 
     metrics: dict[str, float]
-    """With dynamic sampling, `refills`, the number of replaced prompts; with `drop_solved`,
+    """With `uses_demonstrations`, `on_policy`, 1 if the actor sampled the responses and 0 if not;
+    with dynamic sampling, `refills`, the number of replaced prompts; with `drop_solved`,
     `solved_prompts`, the number of dropped prompts; with an environment, the metrics of
     `step3_ppo.metrics.episode_statistics`."""
 
@@ -235,10 +273,17 @@ def sample_rollout(models: Models, prompts: Prompts, config: PPOConfig) -> Sampl
     still equal after that are kept. All processes know which groups are replaced, and prompts are
     assigned in group order, so the responses don't depend on the number of processes.
     """
+    on_policy = draw(prompts.stream.position, seed=config.seed, purpose="gkd") < config.gkd_lambda
     batch = prompts.next_batch()
+    if config.uses_demonstrations and not on_policy:
+        rows = (row for row in batch.rows for _ in range(config.group_size))
+        demonstrations = [prompts.demonstrations[row] for row in rows]
+        return SampledRollout(list(batch.inputs), demonstrations, {"on_policy": 0.0})
     inputs, responses = list(batch.inputs), sample_and_submit(models, batch, config)
     if config.dynamic_sampling == 0 and config.drop_solved is None:
-        return SampledRollout(inputs, responses, episode_statistics(responses, config))
+        metrics = {"on_policy": 1.0} if config.uses_demonstrations else {}
+        metrics |= episode_statistics(responses, config)
+        return SampledRollout(inputs, responses, metrics)
     rewards = models.sources.results()
     prompts.drop_solved(batch, rewards, config)
     score = compute_raw_scores(models, inputs, responses, config) if models.reward else None

@@ -12,10 +12,13 @@ import torch
 import torch.nn.functional as F
 
 from inference.serve.models import ModelPath
-from pipeline.config import FrozenModelConfig
+from pipeline.config import DataConfig, FrozenModelConfig
+from pipeline.data.batches import collate
+from pipeline.data.sharing.steps import load_step_rows
 from pipeline.models.forward.forward import LARGE_VOCABULARY, Policy
+from pipeline.models.hf.chat import load_chat
 from pipeline.models.hf.load import load_causal_lm
-from pipeline.system.errors import ConfigError, ModelError
+from pipeline.system.errors import ConfigError, DataError, ModelError
 from rewards.config import RewardConfig
 from step3_ppo.config import PPOConfig
 from step3_ppo.divergence import Logits, generalized_jsd, gkd_loss
@@ -23,12 +26,13 @@ from step3_ppo.experience import Rollout, compute_advantages, score_responses
 from step3_ppo.methods import METHODS
 from step3_ppo.metrics import kl_statistics
 from step3_ppo.models import Models
-from step3_ppo.rollout import generate_responses
+from step3_ppo.rollout import generate_responses, load_prompts, sample_rollout
 from step3_ppo.served_teacher import ServedTeacher
 from tests.inference.serve.serving import serving
 from tests.pipeline.data.tokenizers import byte_level
 from tests.step3_ppo.resumed import run_full_and_resumed
 from tests.step3_ppo.toy import (
+    END,
     PROMPTS,
     read_gradients,
     relative_error,
@@ -140,11 +144,52 @@ def test_student_approaches_its_teacher(
     assert 0 < sum(kls[-3:]) < 0.7 * sum(kls[:3]), kls
 
 
-@pytest.mark.parametrize("method", ["distill", "gkd"])
+def test_demonstrations_replace_samples(toy: Path) -> None:
+    config = distill_config(toy, "gkd", gkd_lambda=0.0, group_size=2, max_prompt_length=40)
+    models = toy_models(config)
+    prompts = load_prompts(models.chat, config)
+    rows = {row.prompt: row for row in load_step_rows(config, step=3).train}
+    expected = [rows[prompt.messages] for prompt in prompts.first_batch().prompts]
+    encoded = [models.chat.encode(row.prompt, row.chosen) for row in expected]
+
+    sampled = sample_rollout(models, prompts, config)
+    experience = score_responses(models, sampled.inputs, sampled.responses, config, step=1)
+    rollout = compute_advantages(experience, torch.zeros(8), config, kl_coef=0.0)
+
+    kept = zip(encoded, sampled.inputs, strict=True)
+    assert experience.sequences == [row.head(len(ids) + config.max_new_tokens) for row, ids in kept]
+    assert experience.stopped.tolist() == [
+        sequence.input_ids[-1] == END for sequence in experience.sequences
+    ]
+    assert torch.equal(experience.sampled_logprobs, experience.logprobs)
+    assert (sampled.metrics, models.hybrid_engine.seconds) == ({"on_policy": 0.0}, 0.0)
+    batch, device = collate(experience.sequences), torch.device("cpu")
+    log_p, log_q = (
+        Policy(load_causal_lm(source, device=device, seed=0)).logits(batch).log_softmax(1)
+        for source in (config.actor, config.teacher)
+    )
+    mixture = ((log_p.exp() + log_q.exp()) / 2).log()
+    terms = log_p.exp() * (log_p - mixture) + log_q.exp() * (log_q - mixture)
+    loss = run_update(models, rollout, config).metrics["policy_loss"]
+    assert loss == pytest.approx(terms.sum().item() / 2 / len(terms), rel=1e-4)
+
+
+def test_every_row_needs_a_demonstration(toy: Path, tmp_path: Path) -> None:
+    rows = [{"prompt": f"{n}", "chosen": "1"} if n else {"prompt": "0"} for n in range(4)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = DataConfig(path=(str(tmp_path / "rows.jsonl"),), split=(0, 0, 1), eval_fraction=0.25)
+    config = distill_config(toy, "gkd", gkd_lambda=0.9, data=data, rollout_size=2, batch_size=2)
+    with pytest.raises(DataError, match=r"rows\.jsonl line \d: the row has no response to learn"):
+        load_prompts(load_chat(config.actor, config.data), config)
+
+
+@pytest.mark.parametrize("method", ["distill", "gkd", "mixed"])
 def test_run_uses_only_actor_and_teacher_and_resumes(
     toy: Path, tmp_path: Path, method: str
 ) -> None:
     settings = {"max_steps": 2, "save_every": 1, "keep_best": False, "max_prompt_length": 40}
+    if method == "mixed":
+        method, settings["gkd_lambda"] = "gkd", 0.5
     config = distill_config(toy, method, **settings)
     config = replace(config, data=replace(config.data, max_eval_rows=4))
     runs = run_full_and_resumed(config, tmp_path)
@@ -156,6 +201,7 @@ def test_run_uses_only_actor_and_teacher_and_resumes(
     full, resumed = ([line for line in lines if "reverse_kl" in line] for lines in runs)
     for line, other in zip(full, resumed, strict=True):
         assert line["reverse_kl"] == other["reverse_kl"]
+        assert line.get("on_policy") == other.get("on_policy")
         assert line["score"] == pytest.approx(-line["reverse_kl"] * line["response_length"])
     figures = json.loads((tmp_path / "full/result.json").read_text())["eval"]
     assert (figures["score_before"] < 0, figures["kl"], "kl" in line) == (True, None, False)
