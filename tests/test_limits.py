@@ -82,7 +82,6 @@ LIMITS: list[tuple[type, dict[str, Any], str, tuple[Any, Any]]] = [
     (ServeConfig, SERVE, "idle_seconds max_body_mib", POSITIVE),
     (ServeConfig, SERVE, "queue max_tokens_default max_n", COUNT),
     (ServeConfig, SERVE, "drain_seconds", ((0.0,), (-1e-9,))),
-    (ServeConfig, SERVE, "cors", ((("http://a:1",), ("https://b",)), (("a//b",), ("http://a/b",)))),
     (InspectConfig, {}, "rows", NON_NEGATIVE),
 ]
 
@@ -131,7 +130,6 @@ CONTRADICTIONS: list[tuple[type, dict[str, Any], str]] = [
     (PreferenceConfig, {"loss": "orpo"}, "loss orpo"),
     (PreferenceConfig, {"loss": "kto", "logp": "mean"}, "loss kto"),
     (PreferenceConfig, {"reward": FrozenModelConfig(quantize="int8")}, "reward"),
-    (ServeConfig, {"path": ("it",), "tls_cert": Path("it")}, "tls_cert"),
 ]
 
 CASES = [

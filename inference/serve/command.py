@@ -49,8 +49,7 @@ def main(argv: Sequence[str]) -> None:
         models, served_reward = load_models(config, paths, reward)
         state = State(config, keys, models, reward=served_reward, ratings=_open_ratings(config))
         host, port = listener.getsockname()[:2]
-        scheme = "https" if config.tls_cert else "http"
-        url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
+        url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         if not config.is_local and not keys:
             print_notice("no API key is set; anyone who can reach this port can use the models")
         if state.ratings is not None:

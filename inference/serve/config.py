@@ -93,20 +93,11 @@ class ServeConfig:
     insecure_no_key: bool = False
     """Allow a non-loopback host without a key; anyone who can reach the port can use the models."""
 
-    cors: tuple[str, ...] = ()
-    """Origins of other web pages that may use the API, such as https://example.org."""
-
     page: bool = True
     """Serve the web page to chat, compare and rate."""
 
     log_requests: bool = True
     """Log the client, path, status and duration of each request, but no text."""
-
-    tls_cert: Path | None = None
-    """TLS certificate; enables HTTPS."""
-
-    tls_key: Path | None = None
-    """Private key of the TLS certificate."""
 
     def __post_init__(self) -> None:
         require(
@@ -123,15 +114,6 @@ class ServeConfig:
         require(
             self.drain_seconds >= 0, f"drain_seconds must be at least 0, got {self.drain_seconds}"
         )
-        require(
-            (self.tls_cert is None) == (self.tls_key is None),
-            "tls_cert and tls_key must be set together",
-        )
-        for origin in self.cors:
-            require(
-                origin.startswith(("http://", "https://")) and origin.count("/") == 2,
-                f"cors must list origins, such as https://example.org, got {origin}",
-            )
 
     @property
     def is_local(self) -> bool:

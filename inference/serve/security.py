@@ -6,7 +6,6 @@ import time
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
-from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from inference.serve.config import LOOPBACK
@@ -57,7 +56,7 @@ class AccessControl:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                self._add_headers(message, headers.get("origin"))
+                MutableHeaders(scope=message).update(SECURITY_HEADERS)
             await send(message)
 
         try:
@@ -70,10 +69,7 @@ class AccessControl:
     async def _handle(self, scope: Scope, receive: Receive, send: Send, headers: Headers) -> None:
         try:
             self._check_host(headers)
-            allowed = self._check_origin(scope["method"], headers, scope["scheme"])
-            if allowed and scope["method"] == "OPTIONS":
-                await _preflight()(scope, receive, send)
-                return
+            self._check_origin(scope["method"], headers, scope["scheme"])
             if scope["path"] not in self._open_paths:
                 scope["key_name"] = self._check_key(headers)
         except ApiError as error:
@@ -92,23 +88,14 @@ class AccessControl:
         if name not in LOOPBACK:
             raise ApiError(403, "the Host header must name this machine: 127.0.0.1 or localhost")
 
-    def _check_origin(self, method: str, headers: Headers, scheme: str) -> bool:
-        """Return whether the request comes from another page that `--cors` allows.
-
-        Raises:
-            ApiError: the request comes from a page that may not use the API.
-        """
+    def _check_origin(self, method: str, headers: Headers, scheme: str) -> None:
+        """Reject requests other than reads that come from another page."""
         origin = headers.get("origin")
-        if origin in self._config.cors:
-            return True
         own_origin = f"{scheme}://{headers.get('host', '')}"
         is_cross_site = headers.get("sec-fetch-site") == "cross-site"
         is_cross_site |= origin is not None and origin.lower() != own_origin.lower()
         if method not in SAFE_METHODS and is_cross_site:
-            raise ApiError(
-                403, "the request comes from another page; start the server with --cors ORIGIN"
-            )
-        return False
+            raise ApiError(403, "the request comes from another page than the server's own")
 
     def _check_key(self, headers: Headers) -> str | None:
         """Return the name of the request's key; None if no key is required."""
@@ -128,14 +115,6 @@ class AccessControl:
             )
         return names[0]
 
-    def _add_headers(self, message: Message, origin: str | None) -> None:
-        headers = MutableHeaders(scope=message)
-        headers.update(SECURITY_HEADERS)
-        if origin in self._config.cors and origin is not None:
-            headers["Access-Control-Allow-Origin"] = origin
-            headers["Cross-Origin-Resource-Policy"] = "cross-origin"
-            headers["Vary"] = "Origin"
-
     def _log(self, scope: Scope, status: int, seconds: float) -> None:
         route = getattr(scope.get("route"), "path", "other")
         self._metrics.requests.labels(route, str(status)).inc()
@@ -144,14 +123,3 @@ class AccessControl:
             return
         client = scope.get("key_name") or (scope.get("client") or ("?",))[0]
         logger.info("%s %s %s %d %.3f s", client, scope["method"], route, status, seconds)
-
-
-def _preflight() -> Response:
-    return Response(
-        status_code=204,
-        headers={
-            "Access-Control-Allow-Methods": "GET, POST",
-            "Access-Control-Allow-Headers": "authorization, content-type",
-            "Access-Control-Max-Age": "600",
-        },
-    )

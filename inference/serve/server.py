@@ -107,8 +107,6 @@ class Server(uvicorn.Server):
                 h11_max_incomplete_event_size=MAX_HEADER_BYTES,
                 timeout_keep_alive=KEEP_ALIVE_SECONDS,
                 timeout_graceful_shutdown=1,
-                ssl_certfile=str(config.tls_cert) if config.tls_cert else None,
-                ssl_keyfile=str(config.tls_key) if config.tls_key else None,
             )
         )
         self._drain_task: asyncio.Task[None] | None = None

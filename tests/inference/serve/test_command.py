@@ -48,11 +48,9 @@ def run_rejected(*argv: str) -> str:
             "error: --port must be in [0, 65535], got 70000",
         ),
         (("--path", "embedded", "--slots", "0"), "error: --slots must be positive, got 0"),
-        (("--path", "embedded", "--cors", "x"), "error: --cors must list origins, such as"),
         (("--path", "embedded", "--host", "0.0.0.0"), "error: --host 0.0.0.0 is open to other"),
         (("--path", "embedded", "--api-key", "a"), "error: --api-key: key 1 is shorter than 8"),
         (("--path", "embedded", "--api-key-file", "no"), "error: --api-key-file no can't be read"),
-        (("--path", "embedded", "--tls-cert", "c"), "error: --tls-cert and tls_key must be set"),
         (
             ("--path", "embedded", "--port", "0", "--context", "257"),
             "error: --context 257 exceeds the 256-token context of embedded; lower it",

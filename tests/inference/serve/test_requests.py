@@ -13,14 +13,11 @@ from tests.inference.serve.serving import (
     LiveServer,
     get,
     post,
-    request_bytes,
-    send,
     serving,
     stream_events,
 )
 from tests.inference.serve.test_openai_client import transformers_copy
 
-CORS = "https://page.example"
 TURN = {"role": "user", "content": "Hi"}
 TOOL_CALLS = {"role": "assistant", "content": "", "tool_calls": [{}]}
 DIALOGUE = [TURN, {"role": "assistant", "content": "Yes"}]
@@ -30,7 +27,7 @@ PAIR: dict[str, Any] = {"kind": "pair", "messages": [TURN], "answers": RATED, "c
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    with serving(max_n=3, cors=(CORS,), max_tokens_default=5) as running:
+    with serving(max_n=3, max_tokens_default=5) as running:
         running.state.ratings = RatingsFile(tmp_path_factory.mktemp("ratings") / "ratings.jsonl")
         yield running
 
@@ -179,21 +176,6 @@ def test_ratings_are_appended_counted_and_undone(server: LiveServer) -> None:
     assert [line["kind"] for line in lines] == ["pair", "thumb", "edit", "pair", "undo"]
     assert [line["rater"] for line in lines] == ["", "", "", "anna", ""]
     assert lines[0]["answers"][1]["text"] == "longer"
-
-
-def test_allowed_origins_receive_cors_headers(server: LiveServer) -> None:
-    request = request_bytes(CHAT, method="OPTIONS", headers={"Origin": CORS})
-    preflight = send(server, request)
-    response = get(server, "/v1/models/tiny", Origin=CORS)
-
-    assert preflight.status == 204
-    for headers in (preflight.headers, response.headers):
-        assert headers["access-control-allow-origin"] == CORS
-        assert headers["vary"] == "Origin"
-    assert "POST" in preflight.headers["access-control-allow-methods"]
-    assert "authorization" in preflight.headers["access-control-allow-headers"].lower()
-    assert response.json["id"] == "tiny"
-    assert post(server, COMPLETIONS, {"prompt": "Hi", "max_tokens": 1}, Origin=CORS).status == 200
 
 
 def test_unknown_paths_and_disabled_features_return_404(server: LiveServer) -> None:

@@ -14,7 +14,7 @@ from tests.inference.serve.serving import CHAT, LiveServer, chat, get, post, ser
 def keyed_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     file = tmp_path_factory.mktemp("keys") / "keys"
     file.write_text("# of the team\nanna first-secret\nsecond-secret\n")
-    with serving(api_key_file=file, cors=("https://friend.example",)) as running:
+    with serving(api_key_file=file) as running:
         yield running
 
 
