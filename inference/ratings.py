@@ -1,4 +1,4 @@
-"""Ratings: the server's file, rater agreement, and the command `python -m inference.ratings`.
+"""Ratings: the server's file, and the command `python -m inference.ratings`.
 
     python -m inference.ratings export FILE ... --out FILE
 
@@ -6,14 +6,13 @@ The file is append-only, and each line is flushed to disk before its id is retur
 is killed, at most the line being written is lost.
 """
 
-import itertools
 import json
 import os
 import secrets
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,6 @@ from pipeline.system.errors import ConfigError, DataError, counted, require
 from pipeline.system.installation import MODULE
 
 USAGE = f"{MODULE} inference.ratings export FILE ... --out FILE"
-TIE, BAD = "tie", "both bad"
 
 Rating = Mapping[str, Any]
 """A line of the file; docs/rating.md lists its fields."""
@@ -133,60 +131,15 @@ def active_ratings(ratings: Sequence[Rating]) -> list[Rating]:
     return [rating for key, rating in unique.items() if key not in revoked]
 
 
-@dataclass(frozen=True)
-class Agreement:
-    """Statistics of a ratings file; a field is None if there is no data for it."""
-
-    ratings: int
-    pairs: int
-    """Number of comparisons of two responses, including ties and "both bad"."""
-    blind: int
-    """Number of pairs with a choice that were shown without model names, in random order."""
-    left: float | None
-    """Fraction of blind pairs whose left response was chosen; 0.5 without position bias."""
-    longer: float | None
-    """Fraction of pairs with a choice whose longer response was chosen."""
-    self_agreement: float | None
-    """Fraction of repeated pairs on which a rater made the same choice."""
-    kappa: float | None
-    """Chance-corrected agreement between raters of the same pair: Scott's pi (1955) over all pairs
-    of raters, which Fleiss (1971) calls kappa."""
-
-
-def compute_agreement(ratings: Sequence[Rating]) -> Agreement:
-    """Compute the statistics of ratings that have not been revoked."""
-    pairs = [rating for rating in ratings if rating["kind"] == "pair"]
-    decided = [pair for pair in pairs if pair.get("choice") is not None and not pair.get("tie")]
-    blind = [pair for pair in decided if pair.get("blind") and len(pair.get("shown") or ()) == 2]
-    lengths = [(pair["choice"], [len(a["text"]) for a in pair["answers"]]) for pair in decided]
-    comparisons: defaultdict[tuple[str, ...], list[tuple[str, str]]] = defaultdict(list)
-    for pair in pairs:
-        comparisons[comparison_key(pair)].append((str(pair.get("rater", "")), choice_label(pair)))
-    repeated: list[bool] = []
-    label_pairs: list[tuple[str, str]] = []
-    for labels in comparisons.values():
-        for (rater_a, label_a), (rater_b, label_b) in itertools.combinations(labels, 2):
-            if rater_a == rater_b:
-                repeated.append(label_a == label_b)
-            else:
-                label_pairs.append((label_a, label_b))
-    return Agreement(
-        ratings=len(ratings),
-        pairs=len(pairs),
-        blind=len(blind),
-        left=_mean([pair["shown"][0] == pair["choice"] for pair in blind]),
-        longer=_mean([n[choice] > n[1 - choice] for choice, n in lengths if n[0] != n[1]]),
-        self_agreement=_mean(repeated),
-        kappa=_kappa(label_pairs),
-    )
+def count_pairs(ratings: Sequence[Rating]) -> int:
+    """Return the number of comparisons of two responses, including ties and "both bad"."""
+    return sum(rating["kind"] == "pair" for rating in ratings)
 
 
 def choice_label(pair: Rating) -> str:
-    """Return the label of a choice; responses are numbered in alphabetical order."""
-    if pair.get("tie"):
-        return TIE
-    if pair.get("choice") is None:
-        return BAD
+    """Return the label of the choice, with responses in alphabetical order; empty for none."""
+    if pair.get("tie") or pair.get("choice") is None:
+        return ""
     texts = [answer["text"] for answer in pair["answers"]]
     return "first" if texts[pair["choice"]] == min(texts) else "second"
 
@@ -195,20 +148,6 @@ def comparison_key(pair: Rating) -> tuple[str, ...]:
     """Return a key made of the dialogue and the two responses in alphabetical order."""
     prompt = [f"{turn['role']}:{turn['content']}" for turn in pair["messages"]]
     return (*prompt, *sorted(answer["text"] for answer in pair["answers"]))
-
-
-def _kappa(label_pairs: Sequence[tuple[str, str]]) -> float | None:
-    """Return (observed - expected) / (1 - expected); `expected` is computed from pooled labels."""
-    if not label_pairs:
-        return None
-    observed = sum(a == b for a, b in label_pairs) / len(label_pairs)
-    counts = Counter(itertools.chain(*label_pairs))
-    expected = sum((count / (2 * len(label_pairs))) ** 2 for count in counts.values())
-    return 1.0 if expected == 1.0 else (observed - expected) / (1.0 - expected)
-
-
-def _mean(values: Sequence[bool]) -> float | None:
-    return sum(values) / len(values) if values else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -234,7 +173,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def export_rows(arguments: Sequence[str]) -> None:
-    """Write training rows made from ratings files, and print the statistics of the ratings."""
+    """Write training rows made from ratings files, and print their number."""
     count = next((i for i, word in enumerate(arguments) if word.startswith("-")), len(arguments))
     files = list(arguments[:count])
     about = "Write a row for each pair, by majority vote, each correction and each good response."
@@ -247,9 +186,8 @@ def export_rows(arguments: Sequence[str]) -> None:
     lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     write_output({config.out: lines}, option="--out")
     skipped = f"; skipped pairs without a preference: {undecided}" if undecided else ""
-    print_output(f"{config.out}: {counted(len(rows), 'row')}{skipped}")
-    for name, value in asdict(compute_agreement(ratings)).items():
-        print_output(f"{name:16}{'-' if value is None else format(value, '.4g')}")
+    total = f"{counted(len(ratings), 'rating')}, {counted(count_pairs(ratings), 'pair')}"
+    print_output(f"{config.out}: {counted(len(rows), 'row')} from {total}{skipped}")
 
 
 def export(ratings: Sequence[Rating]) -> tuple[list[dict[str, Any]], int]:

@@ -2,7 +2,6 @@
 
 import asyncio
 import mimetypes
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from inference.ratings import RatingsFile, active_ratings, compute_agreement, read_ratings
+from inference.ratings import RatingsFile, active_ratings, count_pairs, read_ratings
 from inference.serve.completions import chat_completions, completions, new_id
 from inference.serve.http import (
     CLIENT_CLOSED,
@@ -243,15 +242,14 @@ async def undo_rating(request: Request) -> Response:
 
 
 async def summary(request: Request) -> Response:
-    """`GET /api/ratings/summary`: the number of ratings and the agreement between raters."""
+    """`GET /api/ratings/summary`: the number of ratings and of compared pairs."""
     ratings_file = _ratings(get_state(request))
     try:
-        statistics = await asyncio.to_thread(
-            lambda: compute_agreement(active_ratings(read_ratings(ratings_file.path)))
-        )
-    except (DataError, KeyError, TypeError, IndexError) as error:
+        ratings = active_ratings(await asyncio.to_thread(read_ratings, ratings_file.path))
+    except DataError as error:
         raise ApiError(503, f"{ratings_file.path.name} can't be read: {error}") from None
-    return json_response({"path": ratings_file.path.name, **asdict(statistics)})
+    counts = {"ratings": len(ratings), "pairs": count_pairs(ratings)}
+    return json_response({"path": ratings_file.path.name, **counts})
 
 
 def _ratings(state: State) -> RatingsFile:

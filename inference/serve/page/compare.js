@@ -90,8 +90,6 @@ export function compareView(container, server, query) {
   };
 }
 
-const REPEAT_EVERY = 10; // number of pairs after which one is repeated, to measure a rater's self-agreement
-
 export function parsePrompts(text) {
   const lines = text.split("\n").filter((line) => line.trim());
   return lines.map((line) => {
@@ -110,8 +108,6 @@ export function rateView(container, server) {
   let queue = [];
   let index = 0;
   let numRated = 0;
-  let skippedAt = 0; // number of rated pairs at the last skip, so that a skipped repeat is not shown again
-  const ratedPairs = [];
   const names = server.models.map((model) => model.id);
   const pickers = [0, 1].map((side) => {
     const options = names.map((name) => element("option", {}, name));
@@ -147,11 +143,8 @@ export function rateView(container, server) {
   }
 
   function describeRatings(statistics) {
-    const parts = [`${statistics.ratings} ratings in ${statistics.path}`];
-    if (statistics.left !== null) parts.push(`${Math.round(100 * statistics.left)} % of ${statistics.blind} blind choices were for the left response`);
-    if (statistics.self_agreement !== null) parts.push(`raters agree with themselves ${Math.round(100 * statistics.self_agreement)} % of the time`);
-    if (statistics.kappa !== null) parts.push(`agreement between raters has a kappa of ${statistics.kappa.toFixed(2)}`);
-    return `${parts.join("; ")}. To train on them: train.py --step 2 --data-path ${statistics.path}`;
+    const number = `${statistics.ratings} ratings in ${statistics.path}, ${statistics.pairs} of them pairs`;
+    return `${number}. To train on them: train.py --step 2 --data-path ${statistics.path}`;
   }
 
   function start() {
@@ -171,11 +164,8 @@ export function rateView(container, server) {
   async function next() {
     rating?.end();
     if (index >= queue.length) return finish();
-    // Repeat an earlier pair with its responses, in a new order.
-    const isDue = ratedPairs.length >= REPEAT_EVERY && ratedPairs.length % REPEAT_EVERY === 0 && !ratedPairs.at(-1).isRepeat;
-    const repeated = isDue && ratedPairs.length !== skippedAt ? ratedPairs[ratedPairs.length - REPEAT_EVERY] : null;
-    const models = repeated?.models ?? pickers.map((picker) => picker.value);
-    const messages = repeated?.messages ?? makeMessages(queue[index]);
+    const models = pickers.map((picker) => picker.value);
+    const messages = makeMessages(queue[index]);
     const order = shuffledIndices(2);
     const panel = responseColumns(models, order, true);
     const current = (controller = new AbortController());
@@ -187,29 +177,26 @@ export function rateView(container, server) {
     document.activeElement?.blur();
     try {
       const fields = { ...samplingFields(), seed: drawSeed() };
-      const answers = repeated?.answers ?? (await panel.requestAll(messages, fields, current.signal, models[0] === models[1]));
+      const answers = await panel.requestAll(messages, fields, current.signal, models[0] === models[1]);
       if (current.signal.aborted) return;
-      if (repeated) panel.show(answers);
-      showRating(messages, models, answers, order, Boolean(repeated));
+      showRating(messages, answers, order);
     } catch (error) {
       showStatus(error.message, true);
     }
   }
 
-  function showRating(messages, models, answers, order, isRepeat) {
-    const advance = (wasSkipped) => {
-      if (wasSkipped) skippedAt = ratedPairs.length;
-      if (!isRepeat) index += 1;
+  function showRating(messages, answers, order) {
+    const advance = () => {
+      index += 1;
       next();
     };
     const extraActions = [
-      ["s", "Skip", () => advance(true)],
+      ["s", "Skip", advance],
       ["u", "Undo", undoLast],
     ];
     const record = () => {
       numRated += 1;
-      ratedPairs.push({ messages, models, answers, isRepeat });
-      advance(false);
+      advance();
     };
     rating = ratingBar({ messages, answers, order, blind: true }, record, extraActions);
     stage.append(rating.bar);
@@ -219,7 +206,7 @@ export function rateView(container, server) {
     try {
       if (!(await undo())) return;
       numRated -= 1;
-      if (!ratedPairs.pop()?.isRepeat) index = Math.max(0, index - 1);
+      index = Math.max(0, index - 1);
       next();
     } catch (error) {
       showStatus(error.message, true);

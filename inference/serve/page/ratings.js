@@ -110,7 +110,6 @@ export function responseColumns(models, order, hidden) {
 
   return {
     grid,
-    show: (answers) => answers.forEach((answer, model) => show(model, answer)),
     // All models get the same seed, or consecutive ones if `separateSeeds`.
     requestAll: (messages, fields, signal, separateSeeds = false) =>
       Promise.all(
