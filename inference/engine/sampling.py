@@ -128,28 +128,40 @@ class Sampler(Draw):
         if sampling.find_kernel(logits, self.logits_change_reason) is not None and len(logits):
             numbers = torch.from_numpy(np.stack(as_words(keys, positions)).view(np.int64))
             tokens, logprobs = self.draw(logits, *numbers.to(logits.device))
-            return tokens.tolist(), logprobs.tolist()
-        logits = logits.float()
-        scale = self.temperature or 1.0
-        logprobs = (logits / scale if scale != 1.0 else logits).log_softmax(dim=-1)
-        scores = self._adjust_logits(logits, positions, histories, responses)
-        if self.temperature == 0:
-            tokens = argmax_tokens(scores)
         else:
-            probabilities = logprobs.exp() if scores is logits else (scores / scale).softmax(dim=-1)
-            points = torch.from_numpy(uniform_numbers(self.seed, keys, positions)).to(logits.device)
-            tokens = inverse_transform(self.truncate(probabilities), points)
-        chosen = logprobs.gather(-1, tokens[:, None]).squeeze(-1)
-        return tokens.tolist(), chosen.tolist()
+            logits = logits.float() if logits.itemsize < 4 else logits
+            scores = self._adjust_logits(logits, positions, histories, responses)
+            points = uniform_numbers(self.seed, keys, positions)
+            tokens, logprobs = self._draw(logits, scores, points)
+        return tokens.tolist(), logprobs.tolist()
 
     def draw(
         self, logits: Float[Tensor, "B V"], keys: Int[Tensor, " B"], positions: Int[Tensor, " B"]
     ) -> tuple[Int[Tensor, " B"], Float[Tensor, " B"]]:
-        """Draw like `__call__` if `logits_change_reason` is None, but don't wait for the device."""
+        """Draw like `__call__` if `logits_change_reason` is None, but don't wait for the kernel."""
         gpu = sampling.find_kernel(logits)
-        if gpu is None:
-            return sampling.reference_sample(logits, keys, positions, self)
-        return sampling.launch(logits, keys, positions, self, gpu=gpu)
+        if gpu is not None:
+            return sampling.launch(logits, keys, positions, self, gpu=gpu)
+        words = torch.stack([keys, positions]).cpu().numpy().view(np.uint64).tolist()
+        logits = logits.float()
+        return self._draw(logits, logits, uniform_numbers(self.seed, *words))
+
+    def _draw(
+        self,
+        logits: Float[Tensor, "B V"],
+        scores: Float[Tensor, "B V"],
+        points: Float[np.ndarray, " B"],
+    ) -> tuple[Int[Tensor, " B"], Float[Tensor, " B"]]:
+        """Draw from the adjusted logits `scores`; return log-probabilities under `logits`."""
+        scale = self.temperature or 1.0
+        logprobs = (logits / scale if scale != 1.0 else logits).log_softmax(dim=-1)
+        if self.temperature == 0:
+            tokens = argmax_tokens(scores)
+        else:
+            probabilities = logprobs.exp() if scores is logits else (scores / scale).softmax(dim=-1)
+            fractions = torch.from_numpy(points).to(logits.device)
+            tokens = inverse_transform(self.truncate(probabilities), fractions)
+        return tokens, logprobs.gather(-1, tokens[:, None]).squeeze(-1)
 
     def _adjust_logits(
         self,

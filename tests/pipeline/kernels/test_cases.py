@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.pipeline.kernels.emulator.emulated import EmulatedGpu, Emulator
+from tests.pipeline.kernels.emulator.emulated import Emulator
 
 OPERATORS = ("adamw", "cache_append", "decode_attention", "sampling")
 
@@ -37,19 +37,3 @@ def test_kernel_matches_its_definition_on_the_whole_grid(
     name: str, case: Any, emulator: Emulator
 ) -> None:
     assert is_correct(name, case, emulator)
-
-
-@pytest.mark.parametrize("name", OPERATORS)
-def test_self_test_accepts_the_kernel_and_rejects_a_wrong_one(
-    name: str, emulator: Emulator, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    self_test = import_module(f"pipeline.kernels.{name}").self_test
-    gpu, defines = emulator.gpu(), CASES[name].SPECIALIZATIONS[0]
-    with emulator.memory():
-        assert self_test(gpu, defines)
-
-    def launch_nothing(*_: object) -> object:
-        return lambda *_, **__: None
-
-    monkeypatch.setattr(EmulatedGpu, "kernel", launch_nothing)
-    assert not self_test(gpu, defines)
