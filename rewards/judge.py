@@ -35,7 +35,7 @@ class NoScoreError(ValueError):
 
 
 def template_columns(template: str, name: str) -> frozenset[str]:
-    """Return the columns whose names the template of the source `name` has in braces.
+    """Return the columns that the template of the source `name` refers to in braces.
 
     Raises:
         ConfigError: the text is not a valid template, or lacks {response}.

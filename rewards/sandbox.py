@@ -162,8 +162,8 @@ def _find_mount_point() -> str:
     for mount_point in _MOUNT_POINTS:
         if Path(mount_point).is_dir() and not sys.base_prefix.startswith(f"{mount_point}/"):
             return mount_point
-    names = ", ".join(_MOUNT_POINTS)
-    raise SandboxError(f"the sandbox needs an existing directory without Python: one of {names}")
+    names = " or ".join(_MOUNT_POINTS)
+    raise SandboxError(f"the sandbox needs one of {names} to exist and not contain Python")
 
 
 def _temporary_directory() -> "tempfile.TemporaryDirectory[str]":

@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def bullets(data: Path) -> list[dict[str, str]]:
-    """Return the first user turns of hh-rlhf, with an instruction."""
+    """Return the first user turn of each dialogue of hh-rlhf, with an instruction appended."""
     with gzip.open(data / "harmless-base" / "test.jsonl.gz", "rt") as file:
         texts = [json.loads(line)["chosen"].split("\n\nAssistant:")[0] for line in file]
     turns = [text.removeprefix("\n\nHuman:").strip() for text in dict.fromkeys(texts)]

@@ -177,7 +177,7 @@ class Reply:
         )
 
     def prepare(self, fields: SamplingFields, max_tokens: int | None, num_top: int | None) -> None:
-        """Set the requests for the responses.
+        """Create the requests that generate the responses.
 
         The samples are those that `python -m inference.generate` draws for the same rows and seed.
 

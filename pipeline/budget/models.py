@@ -202,7 +202,7 @@ def _saved_elements(
 def build_models(
     workload: Workload, origins: Mapping[str, str], *, has_gpu: bool
 ) -> tuple[list[CountedModel], list[str]]:
-    """Build the models that a step loads, in order, and a sentence for each unknown model.
+    """Build the models that a step loads, in order; also return a sentence for each unknown model.
 
     Args:
         workload: the models and batches of the step.

@@ -103,7 +103,7 @@ def read_vocabulary(tokenizer: PreTrainedTokenizerBase, rows: int, path: str) ->
     model = definition.get("model", {})
     if model.get("type") != "BPE":
         raise ModelError(
-            f"the tokenizer of {path} is not a BPE tokenizer.json, which GGUF export needs"
+            f"GGUF export needs a BPE tokenizer with a tokenizer.json, which {path} does not have"
         )
     token_ids: dict[str, int] = tokenizer.get_vocab()
     if max(token_ids.values(), default=0) >= rows:

@@ -133,7 +133,7 @@ def _check_trackers(plan: Plan, stage: Stage) -> None:
 
 
 def _check_processes(plan: Plan, stage: Stage) -> None:
-    """Check that prompts and layers can be divided among the processes."""
+    """Check that the parallel sizes divide the processes, and that each one gets a prompt."""
     settings: Any = plan.configs[stage.name]
     world = plan.machine.world
     settings.parallel.check(world, section=stage.prefix)
@@ -294,7 +294,7 @@ class ChatFormats:
         return chat
 
     def tokenizer(self, model: FrozenModelConfig) -> "PreTrainedTokenizerBase | None":
-        """Return the tokenizer of a model; None if unknown.
+        """Return the tokenizer of a model; None if it has not been downloaded.
 
         Raises:
             UserError: the model has no tokenizer.

@@ -248,7 +248,7 @@ class Resolver:
         return [*files, deepspeed_layer(stage.config_class, path, world=self.world), options]
 
     def _file_layers(self, stage: Stage) -> Iterator[Layer]:
-        """Yield each file's settings of a step, followed by those of the method it runs."""
+        """Yield each file's settings for a step, followed by those for the method it runs."""
         method = _get_method(stage, self.request)
         for layer in self.command_line.files:
             yield replace(layer, settings=layer.settings.get(stage.section, {}))

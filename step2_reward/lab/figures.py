@@ -67,10 +67,10 @@ def class_report(
     """Compute metrics of rows with known classes, predicting the most probable class.
 
     Returns:
-        macro_recall and macro_f1, means over the classes that have rows; confusion, rows by true
-            class, then by predicted class; and for each class, against all others, its name, rows,
-            precision (0 without a prediction), recall, f1 and auc (None without rows of both
-            kinds).
+        macro_recall and macro_f1, means over the classes that have rows; confusion, the number
+            of rows by true and predicted class; and classes, for each class against all others:
+            its name, rows, precision (0 without a prediction), recall, f1 and auc (None unless
+            there are rows of both kinds).
     """
     num_classes = len(names)
     predicted = logprobs.argmax(dim=1)
