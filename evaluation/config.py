@@ -70,7 +70,7 @@ class EvaluationConfig:
     """Data paths, as gsm8k=FILE_OR_NAME; if a data set has a test split, that split is used."""
 
     k: tuple[int, ...] = (1,)
-    """The k of pass@k, the probability that one of k responses is correct; 1 is the accuracy."""
+    """Values of k for pass@k, the probability that any of k responses is correct; 1 is accuracy."""
 
     samples: int | None = None
     """Number of responses per question; null uses the largest k."""

@@ -137,7 +137,7 @@ def count_pairs(ratings: Sequence[Rating]) -> int:
 
 
 def choice_label(pair: Rating) -> str:
-    """Return the label of the choice, with responses in alphabetical order; empty for none."""
+    """Return the chosen response, "first" or "second" in alphabetical order; empty if neither."""
     if pair.get("tie") or pair.get("choice") is None:
         return ""
     texts = [answer["text"] for answer in pair["answers"]]
@@ -176,7 +176,7 @@ def export_rows(arguments: Sequence[str]) -> None:
     """Write training rows made from ratings files, and print their number."""
     count = next((i for i, word in enumerate(arguments) if word.startswith("-")), len(arguments))
     files = list(arguments[:count])
-    about = "Write a row for each pair, by majority vote, each correction and each good response."
+    about = "Write one row per pair (decided by majority vote), correction and good response."
     config = parse_command(ExportConfig, arguments[count:], usage=USAGE, about=about)
     require(len(files) > 0, f"a ratings file is missing; usage: {USAGE}")
     ratings = active_ratings([rating for file in files for rating in read_ratings(Path(file))])

@@ -363,7 +363,7 @@ class Replica:
             weight.set_parameters(value.expand(weight.shape))
 
     def weights_hash(self) -> int:
-        """Hash the weights used in generation, with adapters merged, regardless of the sharding.
+        """Hash the weights used in generation, with merged adapters; independent of the sharding.
 
         A collective of `tp_group`.
         """

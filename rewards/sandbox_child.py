@@ -31,7 +31,7 @@ MOUNT_SETATTR, LANDLOCK_CREATE, LANDLOCK_ADD, LANDLOCK_RESTRICT = 442, 444, 445,
 AT_FDCWD, AT_RECURSIVE, MOUNT_ATTR_RDONLY = -100, 0x8000, 1
 LANDLOCK_VERSION, LANDLOCK_PATH_BENEATH = 1, 1
 READ, READ_WRITE = 0b1101, 0b111
-"""Landlock rights: execute, read files, list directories; READ_WRITE: execute, write and read."""
+"""Landlock rights. READ: execute, read, list directories; READ_WRITE: execute, write, read."""
 
 ACCESS_BY_VERSION = {1: 13, 2: 14, 3: 15, 4: 15}
 """Number of access rights in each version of Landlock; versions 5 and above have 16."""

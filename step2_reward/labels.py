@@ -58,8 +58,8 @@ class LabelSettings:
     """Separator between the steps of a response, in training and in RL."""
 
     step_score: Literal["min", "product", "last"] = "min"
-    """Score of a response in steps for RL: log-odds of the worst step (min) or of the last step,
-    or log-probability that all steps are correct (product)."""
+    """Score of a response with steps, for RL: log-odds of the worst step (min) or of the last
+    step, or log-probability that all steps are correct (product)."""
 
     def check_labels(self) -> None:
         """Raise ConfigError for invalid or contradictory settings."""

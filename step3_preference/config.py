@@ -85,7 +85,7 @@ class GuardConfig(Guard):
     repetition: fraction."""
 
     window: int = 2
-    """Consecutive evaluations that must be beyond the limit."""
+    """Number of consecutive evaluations in which the signal must be beyond the limit."""
 
     action: Action = "warn"
     """warn logs a message; stop ends the run with the last healthy actor; rollback returns to the
@@ -139,7 +139,7 @@ class PreferenceConfig(TaskSettings, EarlyStopping, GuardSettings):
             optim=OptimConfig(lr=1e-6, schedule="linear", warmup_ratio=0.1, weight_decay=0.0)
         )
     )
-    """The actor, by default initialized from step 1's output; initially, it is the reference."""
+    """The actor, by default step 1's output; its initial weights are the reference."""
 
     reward: FrozenModelConfig = field(default_factory=FrozenModelConfig)
     """A reward model that only judges responses to held-out prompts: by default step 2's output, if
@@ -207,10 +207,10 @@ class PreferenceConfig(TaskSettings, EarlyStopping, GuardSettings):
     """Sampling temperature for responses to held-out prompts."""
 
     eval_prompts: int = 128
-    """Held-out prompts that the actor responds to in evaluations during training; may be 0."""
+    """Number of held-out prompts to respond to in evaluations during training; may be 0."""
 
     generation_batch_size: int = 64
-    """Concurrent responses per process; does not affect the result."""
+    """Number of concurrent responses per process; it does not affect the result."""
 
     @property
     def step_name(self) -> str:

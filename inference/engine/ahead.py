@@ -106,7 +106,7 @@ def remaining_tokens(ticket: Ticket) -> int:
 
 
 def can_decode_ahead(tickets: Sequence[Ticket]) -> bool:
-    """Return whether the device can choose all tokens: one sampler, raw logits, no `num_top`."""
+    """Return whether the device can choose tokens: given one sampler, raw logits, no `num_top`."""
     sampler = tickets[0].sampler
     is_uniform = all(t.sampler is sampler and t.request.num_top is None for t in tickets)
     return is_uniform and sampler.logits_change_reason is None

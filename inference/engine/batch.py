@@ -60,9 +60,9 @@ class OpenBatch:
 
     Args:
         model: a causal language model, plain or with adapters.
-        num_slots: number of sequences that run at once; halved if memory runs out, losing none.
+        num_slots: number of sequences that run at once; if memory runs out, it is halved.
         capacity: maximum number of tokens per sequence (prompt and response).
-        num_pages: pages of the cache, enough for at least one sequence; by default, for all slots.
+        num_pages: number of cache pages, for at least one sequence; by default, for all slots.
         chunk: maximum number of prompt tokens per step (default `PREFILL`).
         reuse_prefixes: whether prompts reuse the longest common prefix with a sequence in a slot,
             running or ended, of the same `scope`; otherwise only equal prompts are shared.
@@ -210,7 +210,7 @@ class OpenBatch:
         return True
 
     def _forward(self) -> tuple[Sequence[Ticket], list[Choice], dict[int, TokenLogprobs]]:
-        """Prefill and decode; return the requests, their tokens or errors, and reports by row."""
+        """Prefill and decode; return requests, tokens or errors, and `TokenLogprobs` by row."""
         rows = self._rows
         if self._ahead is None:
             rows.prefill(self._waiting, chunk=self._chunk, is_closed=self._closed)

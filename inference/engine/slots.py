@@ -199,7 +199,7 @@ class Scheduler:
         cache: the keys and values.
         num_slots: number of sequences that run at once.
         capacity: maximum length of a sequence; the cache has pages for at least one of that length.
-        reuse: whether prompts reuse any common prefix, rather than only that of equal prompts.
+        reuse: whether prompts reuse any common prefix; otherwise only equal prompts share one.
         lookahead: number of further tokens to reserve pages for, if enough pages are free.
     """
 

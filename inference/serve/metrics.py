@@ -22,7 +22,7 @@ class Metrics:
         )
         self.prompt_tokens = Counter("vllm:prompt_tokens", "Prompt tokens.", **by_model)
         self.queried = Counter(
-            "vllm:prefix_cache_queries", "Prompt tokens that were looked up.", **by_model
+            "vllm:prefix_cache_queries", "Prompt tokens looked up in the cache.", **by_model
         )
         self.reused = Counter(
             "vllm:prefix_cache_hits", "Prompt tokens with reused keys and values.", **by_model

@@ -89,13 +89,13 @@ class AccessControl:
             raise ApiError(403, "the Host header must name this machine: 127.0.0.1 or localhost")
 
     def _check_origin(self, method: str, headers: Headers, scheme: str) -> None:
-        """Reject requests other than reads that come from another page."""
+        """Reject requests from pages of other origins, except reads."""
         origin = headers.get("origin")
         own_origin = f"{scheme}://{headers.get('host', '')}"
         is_cross_site = headers.get("sec-fetch-site") == "cross-site"
         is_cross_site |= origin is not None and origin.lower() != own_origin.lower()
         if method not in SAFE_METHODS and is_cross_site:
-            raise ApiError(403, "the request comes from another page than the server's own")
+            raise ApiError(403, "the request comes from a page that is not the server's")
 
     def _check_key(self, headers: Headers) -> str | None:
         """Return the name of the request's key; None if no key is required."""

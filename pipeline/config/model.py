@@ -141,7 +141,7 @@ class TrainedModelConfig(FrozenModelConfig):
     """A trained model: its initial weights, and how it is trained."""
 
     zero_stage: Literal[0, 1, 2, 3] = 0
-    """Sharded besides gradient sums: 0 nothing, 1 or 2 optimizer state, 3 also weights."""
+    """Sharded in addition to gradients: 0 nothing, 1 or 2 optimizer state, 3 also weights."""
 
     zero: ZeroConfig = field(default_factory=ZeroConfig)
 

@@ -148,7 +148,7 @@ class LossScaleConfig:
     """The dynamic scale starts at 2 to this power."""
 
     loss_scale_window: int = 1000
-    """Consecutive steps without overflow, not counting the first, that double the dynamic scale."""
+    """Consecutive steps without overflow, not counting the first, after which the scale doubles."""
 
     hysteresis: int = 2
     """Number of the overflow that first halves the dynamic scale; each further one halves it again.

@@ -80,7 +80,7 @@ class Generation:
     """Responses per prompt."""
 
     tensor_parallel: int = 1
-    """Processes that generate together."""
+    """Number of processes that generate together."""
 
     shared_by: int = 1
     """Number of processes, or groups of processes, among which these responses are divided."""
@@ -150,12 +150,12 @@ class Workload:
 
     @property
     def shards(self) -> int:
-        """Processes that shard the states of a model, or of its model-parallel part."""
+        """Number of processes that shard the states of a model, or of its model-parallel part."""
         return max(1, self.data_processes // self.parallel.replicas)
 
     @property
     def data_processes(self) -> int:
-        """Processes, or model-parallel groups, that each have a share of the batch."""
+        """Number of processes, or model-parallel groups, that each have a share of the batch."""
         return self.parallel.num_pipelines(self.world)
 
     @property
@@ -266,7 +266,7 @@ class StepConfig(ABC):
     """Seed of the data order, sampling and new weights."""
 
     max_steps: int | None = None
-    """Optimizer steps (iterations in step 3); null trains for `epochs`."""
+    """Optimizer steps (in RL, iterations); null trains for `epochs`."""
 
     epochs: float = 1.0
     """Passes over the training rows (num_train_epochs) if `max_steps` is null."""
@@ -288,8 +288,8 @@ class StepConfig(ABC):
     """Multiply fp32 matrices on GPUs in TF32, which has a 10-bit mantissa."""
 
     timeout_seconds: float = 1800.0
-    """Seconds to wait for another process before the step fails and names it; must exceed any
-    work done by one process alone."""
+    """Seconds to wait for another process before the step fails and names it; must exceed
+    the time of any work that one process does alone."""
 
     eval_every: int | None = None
     """Steps between evaluations; null evaluates up to 10 times, at a cost of at most 8 % of

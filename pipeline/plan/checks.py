@@ -54,10 +54,10 @@ class Preview:
     """The reason why the rows were not read; empty if they were."""
 
     row_tokens: float | None = None
-    """Mean tokens per training row (both sequences of a pair, a prompt alone); None if unknown."""
+    """Mean tokens per training row (both sequences of a pair; in RL, prompt only), if known."""
 
     def steps(self, config: StepConfig) -> int | None:
-        """Return the number of optimizer steps (in step 3, iterations); None if unknown."""
+        """Return the number of optimizer steps (in RL, iterations); None if unknown."""
         if config.max_steps is not None or self.data is None:
             return config.max_steps
         return math.ceil(config.epochs * len(self.data.train) / config.workload(1).data_rows)

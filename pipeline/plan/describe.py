@@ -63,7 +63,7 @@ def estimate_speed(plan: Plan) -> tuple[float, str] | None:
 
 
 def estimate(plan: Plan, stage: Stage, preview: Preview, flops: float) -> float | str:
-    """Return a step's seconds at `flops` operations per second, or why they are unknown."""
+    """Return a step's duration in seconds at `flops` FLOP/s, or the reason why it is unknown."""
     config, data, prompt_tokens = plan.configs[stage.name], preview.data, preview.row_tokens
     steps = preview.steps(config)
     if data is None:

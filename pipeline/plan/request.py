@@ -29,8 +29,8 @@ class Request(Deployment):
     trains on pairs, and step 1 for orpo. Step 0 is pre-training on --pretrain.data.path."""
 
     method: tuple[str, ...] = ()
-    """Method of step 3: ppo; without a critic grpo, grpo_2024, dr_grpo, dapo, gspo, cispo, rloo,
-    reinforce_pp or raft; from a --teacher distill or gkd. Each sets defaults of --ppo settings
+    """Method of step 3: ppo; without a critic: grpo, grpo_2024, dr_grpo, dapo, gspo, cispo, rloo,
+    reinforce_pp or raft; from a --teacher: distill or gkd. Each sets defaults of --ppo settings
     (docs/methods.md). Without RL, from preferences: dpo, cdpo, rdpo, ldpo, ipo, hinge, simpo, cpo,
     orpo or kto, with --preference settings (docs/preference.md). Several methods run in separate
     directories step3_NAME and are compared; --methods.NAME.SETTING applies to one."""
@@ -170,7 +170,7 @@ class Request(Deployment):
     the settings as options and exits; run continues with them."""
 
     autotune_steps: int = 4
-    """Optimizer steps measured in a trial (iterations in step 3), after 2 warm-up steps."""
+    """Optimizer steps measured in a trial (in RL, iterations), after 2 warm-up steps."""
 
     resume: bool = False
     """Continue the last run of the output directory, with its options if you give none: skip

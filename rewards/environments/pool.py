@@ -152,7 +152,7 @@ class _EnvironmentWorker:
     def __call__(
         self, call: _EnvironmentCall, restart_deadline: Callable[[], None]
     ) -> tuple[Message, ...] | EnvironmentReward | None:
-        """Run a call, first replaying the episode if it isn't here (full deadline per step)."""
+        """Run a call; first replay the episode if it isn't here, with a full deadline per step."""
         try:
             if call.method == "reset":
                 return parse_messages("reset", self._reset(call))

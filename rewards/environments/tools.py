@@ -75,7 +75,7 @@ class ToolEnvironment:
         return [Message("user", "\n".join(lines))]
 
     def reward(self) -> float | Mapping[str, float] | None:
-        """Return the value of the method or attribute `get_reward` or `reward`; None if neither."""
+        """Return the value of the method or attribute `get_reward` or `reward`, if there is one."""
         for name in REWARD_NAMES:
             if hasattr(self._instance, name):
                 reward: Any = getattr(self._instance, name)

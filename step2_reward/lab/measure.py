@@ -1,4 +1,4 @@
-"""Measures a reward model on labeled rows; the result is one JSON object.
+"""Measure a reward model on labeled rows; the result is one JSON object.
 
 Dimension names: N rows, C outputs of the model, M labeled steps.
 """

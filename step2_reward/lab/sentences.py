@@ -113,7 +113,7 @@ def _describe_length(metrics: Mapping[str, Any]) -> list[str]:
     if longer and shorter and abs(longer["value"] - shorter["value"]) > LENGTH_BIAS:
         kind = "long" if longer["value"] > shorter["value"] else "short"
         lines.append(
-            f"It favors {kind} responses: {_percent(longer['value'])} of pairs are ordered"
+            f"The model favors {kind} responses: {_percent(longer['value'])} of pairs are ordered"
             " correctly if the better response is the longer one,"
             f" {_percent(shorter['value'])} if it is the shorter one"
         )
