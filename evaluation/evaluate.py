@@ -102,7 +102,7 @@ Generating = Callable[[], AbstractContextManager[PreTrainedModel]]
 class TaskEvaluations:
     """Evaluates the configured tasks, if any, with greedy decoding.
 
-    The rows are read here, so that errors in them are reported before training.
+    The constructor reads the rows, so that errors in them are reported before training.
 
     Raises:
         DataError: rows of a task are missing or invalid.

@@ -59,7 +59,7 @@ RELATIONS = ("at least", "less than")
 
 
 def satisfies(count: int, relation: str, bound: int) -> bool:
-    """Return whether a count is at least, or less than, a bound."""
+    """Return whether a count is at least or less than a bound, as `relation` says."""
     return count >= bound if relation == "at least" else count < bound
 
 
@@ -375,7 +375,7 @@ def read_ifeval(options: ReadOptions) -> list[Question]:
 
 
 def grade_ifeval(question: Question, response: str) -> Grades:
-    """Return whether each instruction is followed, and whether all are: strict and loose.
+    """Return whether each instruction is followed, and whether all are, by strict and loose rules.
 
     The loose grades also accept a response that follows the instruction without its first or last
     line or without asterisks, because introductions, closing sentences and bold text break many

@@ -151,14 +151,14 @@ def compare_models(responses: Sequence[Sequence[Episode]], config: WinrateConfig
 
 
 def _judge(responses: Sequence[Episode], config: WinrateConfig) -> np.ndarray:
-    """Return the judge's rewards for a model's responses; NaN if unknown."""
+    """Return the judge's rewards for a model's responses; NaN where it gives none."""
     _, results = score_episodes([config.source], [list(responses)], config)
     (result,) = results.values()
     return np.array(result.values, dtype=float)
 
 
 def _compute_points(model_rewards: np.ndarray, opponent_rewards: np.ndarray) -> np.ndarray:
-    """Return 1 where the model's reward is higher, 0.5 for a tie, else 0; NaN if unknown."""
+    """Return 1 where the model's reward is higher, 0.5 for a tie, else 0; NaN if one is missing."""
     points = (model_rewards > opponent_rewards) + 0.5 * (model_rewards == opponent_rewards)
     return np.where(np.isnan(model_rewards) | np.isnan(opponent_rewards), np.nan, points)
 

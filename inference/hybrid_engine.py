@@ -57,7 +57,7 @@ class HybridEngine:
 
     @contextmanager
     def generating(self) -> Iterator[PreTrainedModel]:
-        """Provide the model with the current weights for generation; all processes must enter.
+        """Provide the model with its current weights for generation; all processes enter together.
 
         Inside the context, a process communicates only with its `tp_group`.
         """

@@ -107,7 +107,7 @@ class WeightSources:
                 self._buffers |= buffers
 
     def buffer(self, module: str, leaf: str) -> Tensor | None:
-        """Return the trained model's buffer; None if neither this stage nor a file contains it."""
+        """Return the trained buffer; None if neither this stage nor the model's files have it."""
         try:
             return _plain_module(self._trained, module).get_buffer(leaf)
         except AttributeError:

@@ -75,7 +75,7 @@ def main(argv: Sequence[str]) -> None:
         results = rewards.results()
         rate = len(episodes) / (time.monotonic() - start_time)
     num_skipped = len(rows) - len(episodes)
-    skipped = f", {num_skipped} skipped without a response" if num_skipped else ""
+    skipped = f" ({counted(num_skipped, 'row')} without one)" if num_skipped else ""
     responses = f"{counted(len(episodes), 'response')}{skipped}, {rate:,.0f} per second"
     summary = f"{config.data_path}: {responses}"
     print_output("\n".join([summary, "", *_format_table(results), *_first_rows(origins, results)]))

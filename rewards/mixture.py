@@ -199,7 +199,7 @@ Values = Sequence[float | None]
 
 
 def weighted_sum(values: Sequence[Values], weights: Sequence[float]) -> list[float | None]:
-    """Return sum_k w_k r_k for each response, over the sources that apply to it.
+    """Return the weighted sum of values for each response, over the sources that apply to it.
 
     If some sources return None, the other weights are scaled so that the absolute weights have the
     same total, and rewards of different rows remain comparable. The result is None if no source

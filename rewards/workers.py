@@ -3,8 +3,8 @@
 The training process starts one supervisor and sends it calls. The supervisor starts the workers,
 kills one whose call exceeds its deadline, restarts one that died, and exits with all its
 descendants when the training process exits for any reason. As a separate process it enforces
-deadlines while the training process computes. Requests and replies are pickled at the ends and pass
-through the supervisor as bytes.
+deadlines while the training process computes. Requests and replies are pickled at both ends and
+pass through the supervisor as bytes.
 """
 
 import contextlib

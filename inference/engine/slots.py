@@ -552,7 +552,7 @@ class Slots(Scheduler):
     def decode_ahead(
         self, tickets: Sequence[Ticket], logits: Float[Tensor, "B V"]
     ) -> AheadDecoder | None:
-        """Start decoding one pass ahead of the host; None if this is not possible.
+        """Start decoding one pass ahead of the host; return None if that is not possible.
 
         Args:
             tickets: sequences of the last pass.

@@ -467,7 +467,7 @@ class TextPosition:
 
     served: ServedModel
     starts_text: bool
-    """Whether the response starts a text of which no token with text has been returned yet."""
+    """Whether the next token with text is the first of a new text."""
 
     offset: int = 0
     """Number of characters before the next token, excluding an incomplete one."""

@@ -50,7 +50,7 @@ class OptimConfig:
     """Peak learning rate (learning_rate), reached after the warm-up."""
 
     betas: tuple[float, float] = (0.9, 0.95)
-    """Decay rates of Adam's first and second moment."""
+    """Decay rates of Adam's first and second moments."""
 
     eps: float = 1e-8
     """Term added to Adam's denominator for numerical stability."""

@@ -272,10 +272,10 @@ class StepConfig(ABC):
     """Passes over the training rows (num_train_epochs) if `max_steps` is null."""
 
     batch_size: int = 32
-    """Sequences in an optimizer step, over all processes (pairs in step 2)."""
+    """Rows (sequences, or pairs of them) in an optimizer step, over all processes."""
 
     micro_batch_size: int = 8
-    """Sequences in a process's forward pass (per_device_train_batch_size); affects memory and
+    """Maximum rows in a process's forward pass (per_device_train_batch_size); affects memory and
     speed, not the result."""
 
     parallel: ParallelConfig = field(default_factory=ParallelConfig)

@@ -54,7 +54,7 @@ class Request(Deployment):
 
     teacher: str | None = None
     """Model with the actor's tokenizer from which step 3 learns with --method distill or gkd; for
-    distill also the address of an OpenAI-compatible server for it: http://HOST:8000/v1."""
+    distill, also the address of an OpenAI-compatible server for it: http://HOST:8000/v1."""
 
     environment: str | None = None
     """Environment class of step 3, as FILE.py:CLASS, or one listed in docs/environments.md."""
@@ -125,7 +125,7 @@ class Request(Deployment):
     it if it is smaller."""
 
     epochs: float | None = None
-    """Passes over the training rows (in step 3 over the prompts) of the steps that run, instead of
+    """Passes over the training rows (in RL, over the prompts) of the steps that run, instead of
     max_steps: --sft.epochs, --reward.epochs, --ppo.epochs. Passes over one rollout are
     --ppo.ppo_epochs."""
 

@@ -67,7 +67,7 @@ class Stage:
 
     @property
     def title(self) -> str:
-        """Name in messages: `step 3`, or `step 3 (grpo)` if there are several."""
+        """Name in messages: `step 3`, or `step 3 (grpo)` if several methods run."""
         return f"step {self.number}" + ("" if self.method is None else f" ({self.method})")
 
     def origins(self, used: Collection[str], method: str | None = None) -> Mapping[str, str]:

@@ -170,7 +170,7 @@ class Calculator:
     """Addition, subtraction, multiplication and division: `--environment calculator`.
 
     `python -m pipeline.demo.arithmetic --calculator true` writes rows whose demonstrations call it.
-    Any source can reward the last response, such as `--reward math`.
+    Any source, such as `--reward math`, can reward the last response.
     """
 
     INSTRUCTIONS = ""  # the demonstrations show the calls
