@@ -143,7 +143,7 @@ class RewardModel:
         """Moments of the first rollout's scores, set by `Models.set_score_normalization`."""
 
     def scores(self, batches: Sequence[TokenBatch]) -> list[Float[Tensor, " B"]]:
-        """Compute each batch's raw scores, from each sequence's last token or its step ends."""
+        """Compute each batch's raw scores: at sequences' last tokens, or from their steps."""
         with evaluating(self.engine.model):
             return self.passes.forward_everywhere(
                 batches,

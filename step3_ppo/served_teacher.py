@@ -91,8 +91,8 @@ class ServedTeacher:
             return
         if reply != ids:
             raise ModelError(
-                f"the teacher at {self._tokenize.url.removesuffix('/tokenize')} has a different"
-                " tokenizer from the actor's; start both from models of the same family"
+                f"the tokenizer of the teacher at {self._tokenize.url.removesuffix('/tokenize')}"
+                " differs from the actor's; use a teacher and an actor of the same family"
             )
 
     @staticmethod

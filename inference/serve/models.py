@@ -158,7 +158,7 @@ class ServedReward:
             ApiError: the dialogue has no response, is too long, or can't be rendered.
         """
         if messages[-1].role != "assistant" or len(messages) < 2:
-            raise ApiError(400, "messages must end with an assistant turn", param="messages")
+            raise ApiError(400, "messages must end with a prompt and a response", param="messages")
         try:
             encoded = self.chat.encode(messages[:-1], messages[-1:])
         except UserError as error:

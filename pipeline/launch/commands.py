@@ -88,7 +88,7 @@ def srun_command(step: Sequence[str], layout: Layout) -> list[str]:
 def host_command(
     command: Sequence[str], host: Host, layout: Layout, deployment: Deployment
 ) -> list[str]:
-    """Return the command line on this machine that runs `command` on a host, by ssh or srun.
+    """Return the local command line that runs `command` on a host: by srun, ssh or a local shell.
 
     The host runs it in the same directory, with this repository's packages on PYTHONPATH.
     """

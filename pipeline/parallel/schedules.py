@@ -61,7 +61,7 @@ def balance_stages(costs: Sequence[float], stages: int, *, last: float = 0) -> l
 
     @cache
     def best(start: int, left: int) -> tuple[list[float], list[int]]:
-        """Return times (slowest first) and block counts of `left` stages, from block `start`."""
+        """Divide the blocks from `start` into `left` stages; return sorted times, and counts."""
         if left == 1:
             return [sum(costs[start:]) + last], [len(costs) - start]
         divisions: list[tuple[list[float], list[int]]] = []

@@ -215,7 +215,7 @@ def test_served_teacher_matches_a_local_one(toy: Path, monkeypatch: pytest.Monke
         models = toy_models(served)
         remote = sample_on_policy(models, served)
         assert (models.reference, served.unused_roles >= {"teacher"}) == (None, True)
-        with pytest.raises(ModelError, match="has a different tokenizer from the actor's"):
+        with pytest.raises(ModelError, match="differs from the actor's"):
             ServedTeacher(running.url, byte_level())
 
     actual, expected = (r.experience.ref_logprobs for r in (remote, rollout))

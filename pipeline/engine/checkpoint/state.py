@@ -129,7 +129,7 @@ def frozen_fragments(engine: Engine, prefix: str) -> Iterator[Fragment]:
 
 
 def describe(engine: Engine) -> dict[str, Any]:
-    """Return the rest of the state, JSON-serializable and equal on all processes. A collective."""
+    """Return the state without tensors, JSON-serializable and equal on all ranks. A collective."""
     local = {
         "steps": engine.steps,
         "skipped_in_a_row": engine.skipped_in_a_row,

@@ -41,7 +41,7 @@ def require_score(classifier: PreTrainedModel) -> None:
 
 
 def class_values(classifier: PreTrainedModel, count: int) -> list[float]:
-    """Return the value of each of several labels.
+    """Return the value of each of the `count` classes.
 
     Raises:
         ModelError: config.json doesn't have the values.
