@@ -40,8 +40,8 @@ def run_child(
 
     The child has its own process group, and this process forwards each interruption to it once:
     Ctrl-C and a closed terminal as SIGINT, a scheduler's signals unchanged. It then waits for the
-    child to save its state. A second Ctrl-C is forwarded as well; a closed terminal signals several
-    times, which does not count as a second Ctrl-C. The child's standard input is closed, because
+    child to save its state. A second Ctrl-C is forwarded as well; the repeated signals of a closed
+    terminal do not count as a second Ctrl-C. The child's standard input is closed, because
     reading from it would stop a background group.
     """
     child: subprocess.Popen[bytes] | None = None

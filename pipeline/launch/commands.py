@@ -29,7 +29,7 @@ MISSING_REASONS = {
 def step_command(
     module: str, config_file: Path, layout: Layout, deployment: Deployment
 ) -> list[str]:
-    """Return the command line on this machine that runs a step."""
+    """Return the local command line that runs a step."""
     return launch_command(step_arguments(module, config_file), layout, deployment)
 
 
@@ -39,7 +39,7 @@ def step_arguments(module: str, config_file: Path) -> list[str]:
 
 
 def launch_command(step: Sequence[str], layout: Layout, deployment: Deployment) -> list[str]:
-    """Return the command line on this machine that runs `-m module ...` on all machines."""
+    """Return the local command line that runs `-m module ...` on all machines."""
     match layout.launcher:
         case "process":
             return [sys.executable, *step]

@@ -113,7 +113,7 @@ def _use_route_to_first_node(options: argparse.Namespace) -> None:
 def own_address(other: str) -> str | None:
     """Return this machine's address on the route to another, given by name or address.
 
-    None if there is no route or the name can't be resolved.
+    Return None if there is no route or the name can't be resolved.
     """
     try:
         candidates = socket.getaddrinfo(other, ANY_PORT, type=socket.SOCK_DGRAM)

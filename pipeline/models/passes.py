@@ -82,7 +82,7 @@ class ForwardPasses:
         return value
 
     def total(self, losses: Sequence[Tensor]) -> float:
-        """Return the sum of `forward`'s results on every stage, read from the device."""
+        """Return the sum of the results of `forward`, as a number, on every stage."""
         return sum(read_scalars(losses))
 
 

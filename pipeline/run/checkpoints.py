@@ -224,10 +224,10 @@ class Checkpoints:
             self._exit(EXIT_REQUEUE if terminated else EXIT_INTERRUPTED)
 
     def _check_signals(self, signals: StopSignals) -> None:
-        """At the beginning and end of the loop, exit if a signal was received.
+        """Exit if a signal was received; called at the beginning and end of the loop.
 
         Processes get here at slightly different times, and outside the loop the signal stops a
-        process immediately. Those waiting here for it have received the signal too, and also exit.
+        process immediately. If one was stopped, this process got the signal too, and also exits.
         """
         try:
             self._save_or_exit(signals, due=False)

@@ -75,7 +75,7 @@ def export_verified(
 
 
 def _trained_outputs(passes: Passes, batch: TokenBatch, *, labels: int) -> Tensor:
-    """Return log-probabilities (targets,), or a classifier's logits (texts, labels). Collective."""
+    """Return log-probabilities (targets,), or class logits (texts, labels). A collective."""
     engine = passes.engine
     is_policy = labels == 0
 

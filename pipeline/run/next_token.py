@@ -23,7 +23,7 @@ def train_step(
         batches: micro-batches of this process.
         run: logs the step.
         step: number of the step.
-        tokens: tokens of the step's rows, over all processes.
+        tokens: number of tokens in the step's rows, over all processes.
         targets: number of target tokens in the loss, over all processes.
     """
     engine, targets = passes.engine, max(1, targets)

@@ -118,7 +118,7 @@ class Rows:
 
     @property
     def prompts(self) -> PromptRecord:
-        """Training and held-out rows of this step and the earlier ones."""
+        """Prompts that this step and the earlier ones train on and hold out."""
         return self.data.prompts
 
     def next_examples(self) -> list[Example]:

@@ -48,8 +48,8 @@ _EMPTY_BLOCK = re.compile(r"\s*<think>\s*</think>")
 _LEADING_BLOCK = re.compile(r"\A(\s*<think>(.*?</think>)?\n*|\s*</think>|\n*)", re.DOTALL)
 _FILLED_BLOCK = re.compile(r"\s*(<think>)?\s*(?!</?think>)\S.*</think>", re.DOTALL)
 _UNCLOSED_BLOCK = re.compile(r"\s*<think>(?!.*</think>)", re.DOTALL)
-"""Patterns of thinking blocks: opened at the end of a prompt; then, at the beginning of a turn,
-empty; open or complete; complete and not empty; open and never closed."""
+"""Patterns of thinking: an opening tag at the end of a prompt; at the beginning of a turn, an empty
+block, any block or closing tag, a closed block with text, and a block that is never closed."""
 
 UNSTABLE = (
     " when more turns follow, so prompts would differ between training and generation; choose"
@@ -143,7 +143,7 @@ class ChatFormat:
         return self.tokenizer.add_tokens(list(self.new_tokens), special_tokens=True)
 
     def attach(self, tokenizer: "PreTrainedTokenizerBase") -> None:
-        """Set this chat template on `tokenizer`, so that it is saved with it."""
+        """Set this chat template on `tokenizer`, so that saving the tokenizer also saves it."""
         tokenizer.chat_template = self.template
 
     @property

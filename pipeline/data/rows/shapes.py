@@ -385,7 +385,7 @@ def _describe_unknown_shape(row: Row, columns: Mapping[str, Any]) -> str:
     for name, value in columns.items():
         item = value[0] if isinstance(value, list) and value else None
         if isinstance(item, dict) and any(item.keys() >= {*shape.required} for shape in SHAPES):
-            return f"{row.origin} is not a row, but its {name} is a list of rows; save only that"
+            return f"{row.origin} is not a row, but its {name} is a list of rows; save that list"
     known = ", ".join(" + ".join(shape.required) for shape in SHAPES)
     return (
         f"{row.origin}: no known row format has the columns {join_names(columns)}; the known"

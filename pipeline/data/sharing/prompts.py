@@ -31,7 +31,7 @@ Hashes = NDArray[np.uint64]
 
 
 def draw(hash_: int, *, seed: int, purpose: str) -> float:
-    """Return a uniform number in (0, 1) that depends on the prompt's hash, seed and purpose."""
+    """Return a uniform random number in (0, 1) that depends only on the arguments."""
     text = f"{seed} {purpose} {hash_}".encode()
     bits = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
     return ((bits >> 12) + 0.5) / 2**52  # has 53 bits, so it is below 1

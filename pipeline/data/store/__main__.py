@@ -165,7 +165,7 @@ def merge(options: argparse.Namespace) -> None:
     """Write the documents of several token files with the same tokenizer to one file."""
     files = [TokenFile(name) for name in options.files]
     if len({file.origin and file.origin.tokenizer_hash for file in files}) > 1:
-        raise DataError(f"{' '.join(options.files)} have different tokenizers; use the same one")
+        raise DataError(f"{' '.join(options.files)} have different tokenizers; pack all with one")
     with TokenWriter(options.out, _widest_dtype(files)) as writer:
         for file in files:
             for ids, lengths in file.chunks():

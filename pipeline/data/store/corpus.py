@@ -72,7 +72,7 @@ class HeldOut:
         return self.draw(document_hash(file, document)) <= self.threshold
 
     def draw(self, hash_: int) -> float:
-        """Return a uniform number in (0, 1) for a document's hash."""
+        """Return a uniform random number in (0, 1), seeded with a document's hash."""
         return draw(hash_, seed=self.seed, purpose="held out")
 
 

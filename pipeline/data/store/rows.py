@@ -111,7 +111,7 @@ class Windows:
             yield TokenRow(self.file, tuple(spans), self.bos)
 
     def _cut(self, document: int, start: int, end: int) -> list[Span]:
-        """Return the tokens of a document at positions [`start`, `end`); no span if only bos."""
+        """Return a document's tokens at positions [`start`, `end`); empty if there is only bos."""
         document_start = int(self._starts[document])
         first = max(start, document_start + self._num_bos)
         offset = int(self.file.starts[document]) - document_start - self._num_bos

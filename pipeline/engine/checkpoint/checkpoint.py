@@ -39,7 +39,7 @@ class StoredFragment:
 
     @property
     def end(self) -> int:
-        """End (exclusive) of the fragment, or with columns of its last row, in the full tensor."""
+        """End (exclusive) of the fragment in the full tensor; with columns, of its last row."""
         if self.columns is None:
             return self.stop
         return -(-self.stop // self.columns.width) * self.columns.stride

@@ -282,9 +282,9 @@ class NormReducer:
         self._num_local = len(units)
 
     def reduce(self, squares: Sequence[float]) -> Sequence[float]:
-        """Return the values for all of `units`, with as many per unit as in `squares`.
+        """Return the values of the vectors of all processes; `squares` has those of this process.
 
-        Each value is nonzero on one process only, so that the all-reduce is exact.
+        Each value is nonzero on one process only, so the all-reduce is exact.
         """
         if self._group.size == 1:
             return squares

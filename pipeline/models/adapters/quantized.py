@@ -61,7 +61,7 @@ def weights_per_code(scheme: Scheme) -> int:
 
 
 def quantize(weight: Float[Tensor, "*S"], scheme: Scheme) -> dict[str, Tensor]:
-    """Return the codes and scales of a quantized `weight`, on its device; equal on all devices.
+    """Return the codes and scales of `weight`, on its device; they are the same on all devices.
 
     Codes are rounded to nearest; ties go to the lower code in NF4 and to the even one in int8.
     """
@@ -195,7 +195,7 @@ class QuantizedLinear(nn.Module):
         return dequantize(packed, self.shape, self.scheme, dtype)
 
     def forward(self, x: Float[Tensor, "*B inputs"]) -> Float[Tensor, "*B outputs"]:
-        """Return the output of the dequantized layer, bit for bit."""
+        """Return an output that is bit-identical to that of the dequantized layer."""
         return _DequantizedLinear.apply(x, self, self.bias)
 
     def matmul(self, x: Float[Tensor, "*B inputs"]) -> Float[Tensor, "*B outputs"]:

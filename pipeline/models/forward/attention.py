@@ -180,7 +180,7 @@ def run_reproducibly(attend: Attend, query: Tensor, key: Tensor, value: Tensor) 
 
 
 class _ReproducibleBackward(torch.autograd.Function):
-    """Attention whose backward pass raises an error rather than run a nondeterministic operator."""
+    """Attention whose backward pass raises an error instead of running nondeterministic code."""
 
     @staticmethod
     def forward(ctx: Any, attend: Attend, *heads: Tensor) -> Tensor:  # noqa: ANN401

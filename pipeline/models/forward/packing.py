@@ -116,7 +116,7 @@ def small_settings(settings: PreTrainedConfig, *, heads: int = HEADS) -> PreTrai
 
 
 def small_copy(model_class: type[PreTrainedModel], settings: PreTrainedConfig) -> PreTrainedModel:
-    """Build a model of this class with these settings: fp32, on the CPU, large random weights.
+    """Build a model of this class and settings, in fp32 on the CPU, with large random weights.
 
     The weights are the same in each call. With the usual initialization, attention would be nearly
     uniform, and outputs would hardly depend on what a token attends to.
@@ -196,14 +196,14 @@ def _small_rope(rope: Any) -> Any:  # noqa: ANN401
 logger = logging.getLogger(__name__)
 
 LENGTHS = (7, 12, 5)
-"""Lengths of the compared sequences: longer than the copy's windows, and adjacent ones differ."""
+"""Lengths of the compared sequences, all longer than the copy's windows; adjacent ones differ."""
 
 TOLERANCE = 0.01
 """Maximum difference in nats between packed and separate sequences. Rounding changes a copy in fp32
 by 1e-6 to 1e-4; attending to one token too many or too few, by 0.1 or more."""
 
 LEAK_TOLERANCE = 0.01
-"""Maximum change in earlier log-probabilities, in nats, that a later token causes by rounding."""
+"""Maximum change in earlier log-probabilities, in nats, that is ascribed to rounding."""
 
 
 @dataclass(frozen=True)

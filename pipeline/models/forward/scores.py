@@ -18,7 +18,7 @@ from pipeline.system.errors import ModelError
 def expected_value(
     logits: Float[Tensor, "N C"], classifier: PreTrainedModel
 ) -> Float[Tensor, " N"]:
-    """Return the only output, or the expected value over several labels, valued as in config.json.
+    """Return the only output, or the expected value of several labels, using config.json's values.
 
     Raises:
         ModelError: there are several labels without values.

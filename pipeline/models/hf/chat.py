@@ -44,7 +44,7 @@ def load_chat(config: FrozenModelConfig, data: DataConfig) -> ChatFormat:
 def decode_response(
     tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], *, continues: bool = False
 ) -> str:
-    """Decode a response without special tokens or outer spaces (`continues` keeps leading ones)."""
+    """Decode a response without special tokens and strip it (`continues` keeps leading spaces)."""
     text = str(tokenizer.decode(list(ids), skip_special_tokens=True))
     return text.rstrip() if continues else text.strip()
 

@@ -405,7 +405,7 @@ DIALOGUES = turns(("user", "Q"), ("assistant", "a")), turns(("user", "Q"), ("ass
     ("row", "message"),
     [
         ({"colour": "red"}, "no known row format has the columns colour"),
-        ({"data": [{"prompt": "Q"}]}, "but its data is a list of rows; save only that"),
+        ({"data": [{"prompt": "Q"}]}, "but its data is a list of rows; save that list"),
         ({"prompt": {"0": "Q"}}, "must be text, got dict; save the rows as JSON lines, in pandas"),
         ({"chosen": "a", "rejected": "b"}, "chosen and rejected must be full dialogues"),
         ({"prompt": "Q", "steps": ["a"], "labels": [1, 0]}, "lists of the same length"),
