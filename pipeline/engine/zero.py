@@ -314,7 +314,7 @@ class ZeroModel:
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
-        """Context manager that keeps all weights gathered; all processes must enter it together."""
+        """Keep all weights gathered in a `with` block, which all processes must enter together."""
         self.check_ready()
         self._pin_count += 1
         try:

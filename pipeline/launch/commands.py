@@ -123,9 +123,9 @@ def non_default_options(deployment: Deployment) -> list[str]:
 
 
 def step_environment(layout: Layout, deployment: Deployment) -> Mapping[str, str]:
-    """Return the command's environment on this machine, with our packages first on its path.
+    """Return the command's environment on this machine, with our packages first on PYTHONPATH.
 
-    The path excludes the working directory, where a folder may have the same name as one of them.
+    Python ignores the working directory, where a folder may have the same name as a package.
     """
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     environment = {**os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1"}

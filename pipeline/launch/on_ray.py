@@ -110,7 +110,7 @@ class _Node:
 
 
 class _Process:
-    """A command on a node, with the part of `subprocess.Popen` that `remote` uses."""
+    """A command on a node, with the part of the interface of `subprocess.Popen` that is used."""
 
     def __init__(self, node: ActorHandle, command: Sequence[str], **options: int) -> None:
         self._node = node

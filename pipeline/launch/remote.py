@@ -33,7 +33,7 @@ HEARTBEAT_TIMEOUT_SECONDS = 60.0
 """Seconds without a line after which a remote process assumes that the launcher is lost."""
 
 FAILURE_GRACE_SECONDS = 15.0
-"""Seconds for the commands on other machines to exit after a failure, before they are signalled."""
+"""Seconds for the commands on other machines to exit after a failure, before they are signaled."""
 
 GRACE_SECONDS = 30.0
 """Seconds for a command to exit after a signal, before it is killed or disconnected."""
@@ -93,7 +93,7 @@ class _Group:
         self._num_forwarded = 0
         self._first_failure: _Command | None = None
         self._deadline = float("inf")
-        """Time at which running commands are signalled or, if they already were, disconnected."""
+        """Time at which running commands are signaled or, if they already were, disconnected."""
 
     def record_signal(self, number: int, _frame: object) -> None:
         """Store a signal for the loop to forward."""

@@ -58,7 +58,7 @@ def perplexity(passes: Passes, batches: Iterable[TokenBatch]) -> float:
 
 
 def export_best(training: Training[Any, Any, Any]) -> tuple[float, int]:
-    """Export the best weights, or the last if no best are kept; return (perplexity, step)."""
+    """Export the best weights, or the last ones if none are kept; return (perplexity, step)."""
     best = training.best
     restored = best.restore()
     training.export()

@@ -189,8 +189,8 @@ class Run:
     def finish(self, *, eval: Mapping[str, object], **extra: object) -> None:  # noqa: A002
         """Write result.json atomically, after everything else, to mark the step as finished.
 
-        The file has seconds, steps, tokens, the process count of each axis (`mesh`), `eval`,
-        `extra`, and the settings that differ from the defaults.
+        The file has seconds, steps, tokens, the process count of each axis (`mesh`), `eval`, the
+        settings that differ from the defaults, and the fields in `extra`.
         """
         if self._metrics is None:
             return

@@ -134,7 +134,7 @@ def open_trackers(names: Sequence[Tracker], run: TrackedRun) -> Trackers:
 
 @contextmanager
 def _drop_on_error(sinks: dict[str, Sink], name: str, problem: str) -> Iterator[None]:
-    """Context manager in which an error only drops a sink: metrics.jsonl has all metrics."""
+    """Drop a sink, without raising, if the `with` block fails: metrics.jsonl has all metrics."""
     try:
         yield
     except Exception as error:  # noqa: BLE001 - hours of training outweigh a curve

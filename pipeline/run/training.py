@@ -282,7 +282,7 @@ def shard_rows(
 def exporting_best(
     run: Run, best: BestWeights, export: Callable[[], object], **trained: TrainedModelConfig
 ) -> Iterator[None]:
-    """Context manager around a step's loop: if training diverges, export the best weights first.
+    """Export the best weights if training diverges in the `with` block, which is a step's loop.
 
     Args:
         run: the step's run, which records the divergence.

@@ -127,7 +127,7 @@ class CheckpointWriter:
         Args:
             step: the step after which the state is saved.
             fragments: this process's tensors.
-            document: the run's state, as JSON; the first process's is stored.
+            document: the run's state, JSON-serializable; the first process's is stored.
             base: the name passed to `save_base`.
         """
         self.wait()

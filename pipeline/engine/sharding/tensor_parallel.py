@@ -88,7 +88,7 @@ class ParamShard:
         return full
 
     def shared_elements(self) -> Iterator[tuple[slice, list[int], bool]]:
-        """Yield the shard's shared ranges, their ranks, and whether this copy is the first."""
+        """Yield the shard's shared ranges, the ranks that share each, and whether ours is first."""
         assert self.spec.dim == 0
         inner = self.inner
         for shard, begin in self.spec.with_offsets():

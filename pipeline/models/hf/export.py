@@ -335,9 +335,9 @@ def _write_directory(
 def _override_config(
     plain: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, tied: bool
 ) -> Iterator[None]:
-    """Temporarily give the configuration the tokenizer's padding token and a row for it.
+    """Set the tokenizer's padding token, and a row for it, in the configuration in a `with` block.
 
-    Meanwhile the generation settings have their default values.
+    In the block, the generation settings have their default values.
     """
     generation = getattr(plain, "generation_config", None)
     if generation is not None:

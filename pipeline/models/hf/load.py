@@ -281,7 +281,7 @@ def _load_weights(
     settings: PreTrainedConfig,
     device: torch.device,
 ) -> tuple[PreTrainedModel, set[str]]:
-    """Load the model on the CPU; also return the names of parameters that the files lack.
+    """Load the model on the CPU; also return the names of missing parameters and resized heads.
 
     If the files have the requested data type, weights are memory-mapped, so that all processes
     of a machine share them.
