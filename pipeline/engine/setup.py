@@ -84,7 +84,7 @@ def group_params(
 def store_on_disk(
     groups: Sequence[TrainedParams], config: TrainedModelConfig, rank: int
 ) -> StreamedState | None:
-    """Store masters and moments in a file if they are offloaded to NVMe; otherwise return None.
+    """Store masters and moments in a file, if they are offloaded to NVMe, and return the file.
 
     Raises:
         ConfigError: the disk lacks space.

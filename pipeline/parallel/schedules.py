@@ -61,7 +61,7 @@ def balance_stages(costs: Sequence[float], stages: int, *, last: float = 0) -> l
 
     @cache
     def best(start: int, left: int) -> tuple[list[float], list[int]]:
-        """Divide the blocks from `start` into `left` stages; return sorted times, and counts."""
+        """Split blocks from `start` into `left` stages; return sorted times and block counts."""
         if left == 1:
             return [sum(costs[start:]) + last], [len(costs) - start]
         divisions: list[tuple[list[float], list[int]]] = []

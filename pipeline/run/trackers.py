@@ -26,7 +26,7 @@ Metrics = Mapping[str, int | float]
 
 
 class Sink(NamedTuple):
-    """An open run of a tracker: functions that record a step's metrics and close it, and its id."""
+    """An open run of a tracker: its id, and functions that record metrics and close the run."""
 
     log: Callable[[int, Metrics], object]
     close: Callable[[], object]

@@ -72,7 +72,7 @@ class HeldOut:
         return self.draw(document_hash(file, document)) <= self.threshold
 
     def draw(self, hash_: int) -> float:
-        """Return a uniform random number in (0, 1), seeded with a document's hash."""
+        """Return a uniform random number in (0, 1) that depends on the hash and the seed."""
         return draw(hash_, seed=self.seed, purpose="held out")
 
 

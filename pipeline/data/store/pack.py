@@ -49,7 +49,7 @@ BATCH_BYTES = 256 * 2**10
 """Bytes of text passed to the tokenizer at a time; its result takes about 300 bytes per token."""
 
 MAX_LOGGED_BAD_ROWS = 100
-"""Number of bad rows that are logged; others are only counted."""
+"""Maximum number of bad rows that are logged; others are only counted."""
 
 
 @dataclass(frozen=True)

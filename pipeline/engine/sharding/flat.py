@@ -107,8 +107,8 @@ class Placement:
 class FlatParams:
     """Weights of one kind in one unit: gathered for use, and at stage 3 freed between uses.
 
-    While freed, the module's parameters keep their shape and dtype; every element is NaN, and an
-    in-place change raises an error.
+    While freed, the module's parameters keep their shape and dtype; every element is NaN (0 in an
+    integer dtype), and an in-place change raises an error.
     """
 
     def __init__(

@@ -207,7 +207,7 @@ def find_mismatch(
 
 
 def _find_different_gradient(full: nn.Module, sharded: nn.Module, group: Group) -> str | None:
-    """Name the first parameter whose all-reduced gradient differs from the full copy's."""
+    """Report the first parameter whose all-reduced gradient differs from the full copy's."""
     norms = [param.grad.norm() for param in full.parameters() if param.grad is not None]
     noise = NOISE * torch.stack(norms).norm()
     names: list[str] = []
