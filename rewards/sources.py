@@ -100,7 +100,7 @@ def read_source(config: RewardConfig, *, timeout_seconds: float = 10.0) -> Sourc
     """Read a source, and check that it can be used, without running user code.
 
     Raises:
-        ConfigError: a file, function or pattern can't be used.
+        ConfigError: the source can't be used; the message gives the reason.
     """
     require(
         config.kind not in ("model", "environment"),
@@ -138,7 +138,7 @@ def make_scorer(source: Source) -> Scorer:
     """Return the function that scores in a worker process.
 
     Raises:
-        ConfigError: a pattern can't be used.
+        ConfigError: a pattern or an endpoint can't be used.
         Exception: any exception that the user's file raises.
     """
     config = source.config

@@ -46,7 +46,7 @@ class ServeConfig:
     """Number of concurrent sequences per model; null uses as many as fit, up to 32."""
 
     context: int | None = None
-    """Maximum tokens per sequence (prompt and response); null uses the model's, up to 8,192."""
+    """Maximum tokens in prompt and response; null uses up to 8,192, as model and memory allow."""
 
     cache_gib: float | None = None
     """Memory for all keys and values, in GiB; null uses half of what the weights leave free."""

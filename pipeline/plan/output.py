@@ -109,7 +109,7 @@ def finished_steps(
 
 
 def clear_step(out: Path, name: str) -> None:
-    """Remove the files of an earlier run of this step, and no others."""
+    """Remove only the files of an earlier run of this step, and its entry in summary.json."""
     directory = out / name
     if (directory / MARK).is_file():
         files = _files(directory)

@@ -351,7 +351,7 @@ def measure_model(config: LabConfig) -> Measurement:
 
 
 def read_examples(config: LabConfig) -> list[Example]:
-    """Read all labeled rows of the data path, or of its test split if it has one."""
+    """Read all usable rows of the data path, or of its test split if it has one."""
     if config.data_path == EMBEDDED:
         return embedded_examples(step=2, seed=0)[1]
     source = read_source(config.data_path, step=2)
