@@ -57,7 +57,7 @@ def _describe_steps(metrics: Mapping[str, Any]) -> list[str]:
         f" ({interval}); always predicting '{word}' would achieve {_percent(baseline)}"
     ]
     if accuracy["low"] <= baseline:
-        lines.append("That is close to chance; do not optimize anything against this model")
+        lines.append("The model is not clearly better; do not optimize anything against it")
     errors = metrics["first_errors"]
     parts: list[str] = []
     if errors["with_error"]:
