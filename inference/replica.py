@@ -122,10 +122,10 @@ class WeightSources:
                 parameter, layer, adapter = _find_trained(self._trained, owner, leaf)
             except AttributeError:  # it is on another pipeline stage
                 continue
-            shape = full_shape(parameter) if layer is None else layer.full_shape
+            shape = full_shape(parameter) if layer is None else layer.shape
             dtype = parameter.dtype if layer is None else layer.dtype
-            part = get_shard(parameter) if layer is None else layer.part
             key = id(parameter), id(adapter)
+            part = get_shard(parameter)
             yield name, WeightSource(key, shape, dtype, parameter, layer, adapter, part)
 
 

@@ -85,6 +85,11 @@ class ParallelConfig:
             ConfigError: a setting prevents it; the message contains the fix.
         """
         require(
+            self.tp == 1 or model.quantize == "none",
+            f"{role}.quantize {model.quantize} stores blocks of weights that parallel.tp {self.tp}"
+            " can't shard; set parallel.tp to 1, or quantize to none",
+        )
+        require(
             self.pp == 1 or model.zero_stage < 3,
             f"{role}.zero_stage 3 would gather each block again for every micro-batch of a"
             f" pipeline; use 1 or 2 with parallel.pp {self.pp}",

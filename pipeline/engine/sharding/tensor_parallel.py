@@ -7,7 +7,7 @@ each element counts once in the norm and in a checkpoint.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from pipeline.parallel.device import local_device
 from pipeline.parallel.group import Group, tree_sum
-from pipeline.parallel.shards import Shard, ShardSpec
+from pipeline.parallel.shards import ShardSpec
 
 Role = Literal["replicated", "partial", "sharded", "overlapping"]
 """replicated: every process has the full parameter and its full gradient; partial: it has the full
@@ -40,9 +40,6 @@ class ParamShard:
     rank: int
     """Rank of this process in the group."""
 
-    stored_shape: torch.Size | None = None
-    """Shape in which the full parameter is stored, if it differs from `full_shape`."""
-
     @property
     def spec(self) -> ShardSpec:
         """This process's shard."""
@@ -57,28 +54,6 @@ class ParamShard:
     def inner(self) -> int:
         """Stride of the sharded dimension in the full parameter, in elements."""
         return self.full_shape[self.spec.dim + 1 :].numel()
-
-    def in_blocks(self, block: int) -> "ParamShard | None":
-        """Return the same shard in units of `block` consecutive elements, numbered by row.
-
-        Return None if a block would be split between processes.
-        """
-        rows, inner = self.full_shape[: self.spec.dim].numel(), self.inner
-        stride = self.full_shape[self.spec.dim] * inner
-        bounds = [(shard.start, shard.stop) for spec in self.specs for shard in spec.shards]
-        is_divisible = all(
-            start * inner % block == 0 and (stop * inner % block == 0 or stop * inner == stride)
-            for start, stop in bounds
-        )
-        if not is_divisible or (rows > 1 and stride % block):
-            return None
-
-        def scaled(shard: Shard) -> Shard:
-            stop = -(-shard.stop * inner // block)
-            return replace(shard, start=shard.start * inner // block, stop=stop)
-
-        specs = tuple(ShardSpec(1, tuple(map(scaled, spec.shards))) for spec in self.specs)
-        return ParamShard(torch.Size((rows, -(-stride // block))), specs, self.rank)
 
     def join(self, shards: list[Tensor]) -> Tensor:
         """Assemble the full parameter from the shards of all processes."""
@@ -103,8 +78,7 @@ def replace_by_shard(layer: nn.Module, leaf: str, shard: ParamShard) -> None:
     param = layer.get_parameter(leaf)
     local = shard.spec.extract(param.detach().view(shard.full_shape))
     local = local.clone(memory_format=torch.contiguous_format)
-    stored = local if shard.stored_shape is None else local.view(-1)
-    replacement = nn.Parameter(stored, param.requires_grad)
+    replacement = nn.Parameter(local, param.requires_grad)
     mark_sharded(replacement, shard)
     setattr(layer, leaf, replacement)
 
@@ -136,7 +110,7 @@ def get_role(param: Tensor) -> Role:
 def full_shape(param: Tensor) -> torch.Size:
     """Return the shape of the full parameter; its own shape if it is not sharded."""
     shard = get_shard(param)
-    return param.shape if shard is None else shard.stored_shape or shard.full_shape
+    return param.shape if shard is None else shard.full_shape
 
 
 ParamRange = tuple[Tensor, int, slice]

@@ -13,7 +13,6 @@ weight temporarily; the backward pass does so again.
 import functools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
 from typing import Any, Literal, cast
 
 import torch
@@ -24,7 +23,6 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from pipeline.config import FrozenModelConfig
-from pipeline.engine.sharding.tensor_parallel import ParamShard, replace_by_shard
 from pipeline.engine.sharding.units import ROOT, find_units
 from pipeline.system.errors import ConfigError
 
@@ -141,8 +139,6 @@ class QuantizedLinear(nn.Module):
         weight = layer.weight
         self.scheme, self.shape, self.dtype = scheme, weight.shape, weight.dtype
         self.transposed = isinstance(layer, Conv1D)
-        self.part: ParamShard | None = None
-        """This process's part of the weight under tensor parallelism; None without it."""
         packed = quantize(weight.detach().to(device or weight.device), scheme)
         for name, vector in packed.items():
             self.register_parameter(name, nn.Parameter(vector, requires_grad=False))
@@ -155,38 +151,13 @@ class QuantizedLinear(nn.Module):
 
     @property
     def in_features(self) -> int:
-        """Input size of this process's shard."""
+        """Size of the input."""
         return self.shape[0 if self.transposed else 1]
 
     @property
     def out_features(self) -> int:
-        """Output size of this process's shard."""
+        """Size of the output."""
         return self.shape[1 if self.transposed else 0]
-
-    @property
-    def full_shape(self) -> torch.Size:
-        """Shape of the full weight, of which this process may have a shard."""
-        return self.shape if self.part is None else self.part.full_shape
-
-    def shard(self, part: ParamShard, *, name: str) -> None:
-        """Keep this process's shard; blocks and their scales are those of the full weight.
-
-        Raises:
-            ConfigError: the shard of the weight `name` does not consist of full blocks.
-        """
-        if part.full_shape.numel() % BLOCK or part.in_blocks(BLOCK) is None:
-            shape = " x ".join(map(str, part.full_shape))
-            raise ConfigError(
-                f"quantize {self.scheme} stores blocks of {BLOCK} weights, and parallel.tp"
-                f" {len(part.specs)} would split blocks of {name} ({shape}); use another"
-                " parallel.tp, or quantize none"
-            )
-        for leaf, per_element in ((CODES, weights_per_code(self.scheme)), (SCALES, BLOCK)):
-            block_part = part.in_blocks(per_element)
-            assert block_part is not None  # because blocks are not split
-            stored_shape = torch.Size((part.full_shape.numel() // per_element,))
-            replace_by_shard(self, leaf, replace(block_part, stored_shape=stored_shape))
-        self.part, self.shape = part, part.spec.shape(part.full_shape)
 
     @torch.no_grad()
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Float[Tensor, "rows columns"]:
@@ -197,10 +168,6 @@ class QuantizedLinear(nn.Module):
     def forward(self, x: Float[Tensor, "*B inputs"]) -> Float[Tensor, "*B outputs"]:
         """Return an output that is bit-identical to that of the dequantized layer."""
         return _DequantizedLinear.apply(x, self, self.bias)
-
-    def matmul(self, x: Float[Tensor, "*B inputs"]) -> Float[Tensor, "*B outputs"]:
-        """Return the output without the bias."""
-        return _DequantizedLinear.apply(x, self, None)
 
 
 class _DequantizedLinear(torch.autograd.Function):

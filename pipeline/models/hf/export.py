@@ -255,8 +255,6 @@ class _Unsharder:
         self._group = group.untracked
         state: dict[str, Tensor] = plain.state_dict(keep_vars=True)
         self._parts = {name: get_shard(tensor) for name, tensor in state.items()}
-        for name, layer in quantized_layers(plain).items():
-            self._parts[f"{name}.weight"] = layer.part
 
     def unshard(self, name: str, tensor: Tensor) -> Tensor:
         """Return the full tensor of this name. A collective of the group."""

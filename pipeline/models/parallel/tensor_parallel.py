@@ -37,7 +37,7 @@ from pipeline.engine.sharding.tensor_parallel import (
     reduce_gradient,
     replace_by_shard,
 )
-from pipeline.models.adapters.quantized import LinearLayer, QuantizedLinear, weight_shape
+from pipeline.models.adapters.quantized import LinearLayer, QuantizedLinear
 from pipeline.models.forward.attention import KEY_BLOCK, Ragged
 from pipeline.models.forward.forward import base_model
 from pipeline.models.forward.packing import Family, detect_batching, small_hidden_states
@@ -57,7 +57,7 @@ from pipeline.parallel.tensor import (
     split_tokens,
     sum_over_group,
 )
-from pipeline.system.errors import ModelError, is_out_of_memory, one_line
+from pipeline.system.errors import ModelError, is_out_of_memory, one_line, require
 
 logger = logging.getLogger(__name__)
 
@@ -408,14 +408,14 @@ def _shard_adapter(
 def _shard_parameter(
     layer: LinearLayer, leaf: str, shards: TensorShards, name: str
 ) -> tuple[ShardSpec, ...]:
-    is_weight = leaf == "weight"
-    shape = weight_shape(layer) if is_weight else layer.get_parameter(leaf).shape
+    require(
+        not isinstance(layer, QuantizedLinear),
+        "parallel.tp can't shard quantized weights; set parallel.tp to 1, or quantize to none",
+    )
+    shape = layer.get_parameter(leaf).shape
     candidates = [shards.spec(name, leaf, shape, rank=rank) for rank in range(shards.size)]
     specs = tuple(spec for spec in candidates if spec is not None)
-    if isinstance(layer, QuantizedLinear) and is_weight:
-        layer.shard(ParamShard(shape, specs, shards.tp_group.rank), name=f"{name}.weight")
-    else:
-        _set_shard(layer, leaf, specs, shards.tp_group)
+    _set_shard(layer, leaf, specs, shards.tp_group)
     return specs
 
 
@@ -427,8 +427,6 @@ def _set_shard(layer: nn.Module, leaf: str, specs: tuple[ShardSpec, ...], group:
 
 def _matmul(layer: LinearLayer, values: Float[Tensor, "*B n"]) -> Float[Tensor, "*B m"]:
     """Return the output of a layer without its bias."""
-    if isinstance(layer, QuantizedLinear):
-        return layer.matmul(values)
     return values @ layer.weight if isinstance(layer, Conv1D) else F.linear(values, layer.weight)
 
 
