@@ -71,7 +71,7 @@ class Unit:
         self.name, self.module, self.kind = name, module, kind
         self.flats, self.trained = flats, trained
         self.in_backward = False
-        """True from the arrival of its output's gradient until its reduction has started."""
+        """True from the arrival of the output's gradient until the unit's reduction has started."""
         self.expects_backward = False
         """True if a forward pass has left a graph for autograd."""
 

@@ -23,7 +23,7 @@ class ExitStatus:
     """Exit code; -n if the child was killed by signal n."""
 
     signal_received: signal.Signals | None = None
-    """The signal that this process received meanwhile: Ctrl-C, a closed terminal, a scheduler's."""
+    """The signal that this process received meanwhile, from the terminal or a scheduler."""
 
     peak_bytes: int = field(default=0, compare=False)
     """Peak resident memory of the child and its children; on Linux at least this process's memory

@@ -48,7 +48,7 @@ def main(argv: list[str]) -> int:
         processes = determine_local_world_size(options.nproc_per_node)
     except ValueError:
         print_error(
-            f"error: --nproc-per-node {options.nproc_per_node} is not a device of this machine;"
+            f"error: --nproc-per-node {options.nproc_per_node}: this machine has no such device;"
             " pass the number of processes (NUM_PROCESSES in the scripts)"
         )
         return EXIT_USER_ERROR

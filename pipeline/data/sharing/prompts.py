@@ -72,7 +72,7 @@ class PromptRecord:
 
     @classmethod
     def read(cls, directory: Path) -> "PromptRecord":
-        """Read the files of `directory`, empty if missing; raise DataError if they are damaged."""
+        """Read the files in `directory`; missing ones are empty, damaged ones raise DataError."""
         return cls(_read_hashes(directory / TRAINED), _read_hashes(directory / HELD_OUT))
 
 

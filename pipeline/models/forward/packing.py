@@ -2,8 +2,8 @@
 
 A family whose layers use only plain causal attention is packed. Settings don't fully determine
 this: some layers drop the keyword with the sequence boundaries, some add a learned bias to the
-mask, some express their window only in the mask. So the code itself is run, in a small copy of the
-model: its output for each packed sequence must equal that for the sequence alone.
+mask, and some express their window only in the mask. So the code itself is run, in a small copy
+of the model: its output for each packed sequence must equal that for the sequence alone.
 
 The result depends on the model's class and settings, not on its weights. It is therefore the same,
 without communication, on every process and at every ZeRO stage, before the weights are loaded, with

@@ -52,7 +52,7 @@ def check_model_directory(
     """Check a local model directory, as far as possible without loading the model.
 
     Other errors appear when the model is loaded: an unknown architecture, tensors whose sizes don't
-    match the configuration, weights that are not finite.
+    match the configuration, or weights that are not finite.
 
     Args:
         path: path of the directory; `~` is the home directory.

@@ -5,7 +5,7 @@ of other stages pass their input through, except that on later stages the first 
 hidden states received from the previous stage. Later stages' embeddings return zeros of the right
 shape; earlier stages' norm and head do nothing. Parameters keep their names from the full model. A
 small copy of the model shows which modules come before and after the blocks, and whether the blocks
-exchange more than hidden states; such a model can't be split.
+exchange more than hidden states; a model whose blocks do can't be split.
 """
 
 import functools
