@@ -221,7 +221,7 @@ class Batching:
 
 
 def detect_batching(model: PreTrainedModel) -> Batching:
-    """Choose packing if its results are equal, else padding; log the reason if a trial found it.
+    """Choose packing if it does not change results, else padding; log a reason found by a trial.
 
     The model's weights are not used, so it may be on the meta device.
     """
