@@ -110,7 +110,7 @@ class _Node:
 
 
 class _Process:
-    """A command on a node, with the part of the interface of `subprocess.Popen` that is used."""
+    """A command on a node, with the attributes of `subprocess.Popen` that `remote` uses."""
 
     def __init__(self, node: ActorHandle, command: Sequence[str], **options: int) -> None:
         self._node = node

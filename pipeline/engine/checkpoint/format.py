@@ -36,13 +36,13 @@ class Columns(NamedTuple):
     """A block of columns of a tensor, with its elements numbered in row-major order."""
 
     offset: int
-    """Elements per row of the tensor before the block."""
+    """Number of elements before the block in each row of the tensor."""
 
     width: int
-    """Elements per row within the block."""
+    """Number of elements of the block in each row."""
 
     stride: int
-    """Elements per row."""
+    """Number of elements in each row of the tensor."""
 
     def count_before(self, element: int) -> int:
         """Return the number of elements in the columns that precede an element of the tensor."""
