@@ -182,4 +182,4 @@ def test_lab_measures_steps_and_first_errors(
     printed = capsys.readouterr().out
     assert "100.0 % of 128 steps are predicted correctly" in printed
     assert "The first error is found in 100.0 % of 32 responses with an error" in printed
-    assert "close to chance" not in printed
+    assert "not clearly better" not in printed
