@@ -1,20 +1,24 @@
-"""Benchmark steps 1, 2 and DPO against TRL's SFTTrainer, RewardTrainer and DPOTrainer.
+"""Benchmark steps 1, 2, DPO and GRPO against TRL's SFT, Reward, DPO and GRPO trainers.
 
     pip install -e '.[peers]'
     python -m benchmarks.training --data-path train.jsonl.gz [--precisions fp32 bf16] [--rounds 3]
     python -m benchmarks.training --data-path train.jsonl.gz --tasks dpo
+    python -m benchmarks.training --data-path train.jsonl.gz --model DIR --threads 1 --tasks grpo
 
-Both sides train the same Llama with 15M parameters on the same token ids in batches of equal size,
-with fused AdamW, without gradient checkpointing or evaluation. Our side is the step as users run
-it, which tokenizes during training; TRL gets token ids or, for DPO, text that it tokenizes before
-training. Both precompute DPO's reference log-probabilities, which is not timed, so a few hundred
-pairs suffice. The sides alternate within one run, each round in a new process. Reported values are
-medians over rounds of tokens (without padding) or pairs per second, starting at the fourth step.
+Both sides train the same model, by default a Llama with 15M random parameters, on the same token
+ids in batches of equal size, with fused AdamW, without gradient checkpointing or evaluation. Our
+side is the step as users run it, which tokenizes during training; TRL gets token ids or, for DPO
+and GRPO, text. Both precompute DPO's reference log-probabilities, which is not timed, so a few
+hundred pairs suffice. With GRPO, both sides sample 8 responses of up to 64 tokens to each prompt,
+rewarded for different words, without a KL penalty. The sides alternate within one run, each round
+in a new process. Reported values are medians over rounds of tokens (without padding), pairs or
+responses per second, starting at the fourth step.
 """
 
 import argparse
 import itertools
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -23,7 +27,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-TASKS = ("sft", "reward", "dpo")
+TASKS = ("sft", "reward", "dpo", "grpo")
+
+UNITS = {"sft": "tokens", "reward": "pairs", "dpo": "tokens", "grpo": "responses"}
+
+GROUP, RESPONSE = 8, 64
+"""Responses per prompt and tokens per response with GRPO."""
 
 WARM_UP = 2
 """Number of steps before timing starts."""
@@ -52,11 +61,29 @@ def build_model(directory: Path, data_path: str) -> None:
     tokenizer.save_pretrained(directory)
 
 
+def distinct_words(responses: Sequence[str]) -> list[float]:
+    """Return each response's fraction of words that are different."""
+    return [len(set(words)) / max(len(words), 1) for words in map(str.split, responses)]
+
+
+def reward_episodes(episodes: Sequence[Any]) -> list[float]:
+    """Reward episodes as our reward sources do."""
+    return distinct_words([episode.response for episode in episodes])
+
+
+def reward_completions(completions: Sequence[str], **_: object) -> list[float]:
+    """Reward completions as TRL's reward functions do."""
+    return distinct_words(completions)
+
+
 def run_ours(args: argparse.Namespace) -> list[tuple[float, float]]:
     """Run the step as users do; return (seconds, tokens) of each optimizer step."""
     from pipeline.config import DataConfig, OptimConfig, TrainedModelConfig
 
-    split = {"sft": (1, 0, 0), "reward": (0, 1, 0), "dpo": (0, 1, 1)}[args.task]
+    split = {"sft": (1, 0, 0), "reward": (0, 1, 0), "dpo": (0, 1, 1), "grpo": (0, 0, 1)}[args.task]
+    model = TrainedModelConfig(
+        path=args.model, precision=args.precision, optim=OptimConfig(lr=1e-4)
+    )
     with tempfile.TemporaryDirectory() as scratch:
         settings = {
             "output_dir": Path(scratch) / "run",
@@ -68,39 +95,77 @@ def run_ours(args: argparse.Namespace) -> list[tuple[float, float]]:
             "keep_best": False,
             "batch_size": args.batch_size,
             "micro_batch_size": args.batch_size,
-            "model": TrainedModelConfig(
-                path=args.model, precision=args.precision, optim=OptimConfig(lr=1e-4)
-            ),
         }
-        if args.task == "sft":
-            from step1_sft.config import SFTConfig
-            from step1_sft.train import train as train_sft
-
-            directory = train_sft(SFTConfig(**settings))
-        elif args.task == "dpo":
-            from step3_preference.config import PreferenceConfig
-            from step3_preference.train import train as train_preference
-
-            limits = {"max_prompt_length": args.max_length // 2, "max_new_tokens": 2}
-            directory = train_preference(PreferenceConfig(**settings, **limits))
-        else:
-            from step2_reward.config import RewardConfig
-            from step2_reward.train import train as train_reward
-
-            directory = train_reward(RewardConfig(**settings))
+        directory = TRAIN[args.task](args, model, settings)
         lines = [json.loads(line) for line in (directory / "metrics.jsonl").open()]
-    steps = [line for line in lines if "loss" in line]
+    steps = [line for line in lines if "tokens" in line]
     return [
         (after["seconds"] - before["seconds"], after["tokens"])
         for before, after in itertools.pairwise(steps)
     ]
 
 
+def train_sft(_: argparse.Namespace, model: Any, settings: dict[str, Any]) -> Path:  # noqa: ANN401
+    """Run step 1."""
+    from step1_sft.config import SFTConfig
+    from step1_sft.train import train
+
+    return train(SFTConfig(model=model, **settings))
+
+
+def train_reward(_: argparse.Namespace, model: Any, settings: dict[str, Any]) -> Path:  # noqa: ANN401
+    """Run step 2."""
+    from step2_reward.config import RewardConfig
+    from step2_reward.train import train
+
+    return train(RewardConfig(model=model, **settings))
+
+
+def train_dpo(args: argparse.Namespace, model: Any, settings: dict[str, Any]) -> Path:  # noqa: ANN401
+    """Run step 3 with DPO."""
+    from step3_preference.config import PreferenceConfig
+    from step3_preference.train import train
+
+    limits = {"max_prompt_length": args.max_length // 2, "max_new_tokens": 2}
+    return train(PreferenceConfig(model=model, **settings, **limits))
+
+
+def train_grpo(args: argparse.Namespace, actor: Any, settings: dict[str, Any]) -> Path:  # noqa: ANN401
+    """Run step 3 with GRPO: one update per rollout, without replacing prompts."""
+    from rewards.config import read_specs
+    from step3_ppo.config import PPOConfig
+    from step3_ppo.methods import METHODS
+    from step3_ppo.train import train
+
+    limits = {"max_prompt_length": args.max_length - RESPONSE, "max_new_tokens": RESPONSE}
+    method = {**METHODS["grpo"], "group_size": GROUP, "dynamic_sampling": 0, "overlong": "score"}
+    rollout = {"rollout_size": args.batch_size, "generation_batch_size": args.batch_size}
+    config = PPOConfig(
+        actor=actor,
+        rewards=tuple(read_specs([f"{__file__}:reward_episodes"])),
+        samples_every=args.steps,
+        **{**method, **settings, **limits, **rollout, "method": "grpo"},
+    )
+    return train(config)
+
+
+TRAIN = {"sft": train_sft, "reward": train_reward, "dpo": train_dpo, "grpo": train_grpo}
+
+
 def run_trl(args: argparse.Namespace) -> list[tuple[float, float]]:
     """Train with TRL on the same token ids; return (seconds, tokens) of each optimizer step."""
     import torch
     from datasets import Dataset
-    from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
+    from trl import (
+        DPOConfig,
+        DPOTrainer,
+        GRPOConfig,
+        GRPOTrainer,
+        RewardConfig,
+        RewardTrainer,
+        SFTConfig,
+        SFTTrainer,
+    )
 
     from benchmarks.llama import StepEnds
 
@@ -114,7 +179,6 @@ def run_trl(args: argparse.Namespace) -> list[tuple[float, float]]:
             "output_dir": scratch,
             "per_device_train_batch_size": args.batch_size,
             "max_steps": args.steps,
-            "max_length": args.max_length,
             "learning_rate": 1e-4,
             "bf16": args.precision == "bf16",
             "gradient_checkpointing": False,
@@ -123,19 +187,28 @@ def run_trl(args: argparse.Namespace) -> list[tuple[float, float]]:
             "logging_steps": 1,
             "disable_tqdm": True,
             "use_cpu": not torch.cuda.is_available(),
-            "train_sampling_strategy": "sequential",
         }
         dataset = Dataset.from_list(rows[: args.steps * args.batch_size])
         trainer_class, config_class = {
             "sft": (SFTTrainer, SFTConfig),
             "reward": (RewardTrainer, RewardConfig),
             "dpo": (DPOTrainer, DPOConfig),
+            "grpo": (GRPOTrainer, GRPOConfig),
         }[args.task]
+        functions = {}
+        if args.task == "grpo":
+            settings |= {"num_generations": GROUP, "max_completion_length": RESPONSE, "beta": 0.0}
+            functions["reward_funcs"] = reward_completions
+        else:
+            settings |= {"max_length": args.max_length, "train_sampling_strategy": "sequential"}
         if args.task == "dpo":
             settings["precompute_ref_log_probs"] = True
-        trl_config = config_class(**settings)
         trainer = trainer_class(
-            model=args.model, args=trl_config, train_dataset=dataset, callbacks=[steps]
+            model=args.model,
+            args=config_class(**settings),
+            train_dataset=dataset,
+            callbacks=[steps],
+            **functions,
         )
         trainer.train()
     sizes = [sum(lengths[i : i + args.batch_size]) for i in range(0, len(rows), args.batch_size)]
@@ -151,7 +224,7 @@ def token_rows(args: argparse.Namespace) -> list[dict[str, Any]]:
     from pipeline.models.hf.chat import load_chat
 
     chat = load_chat(FrozenModelConfig(path=args.model), DataConfig())
-    step, split = (1, (1, 0, 0)) if args.task == "sft" else (2, (0, 1, 0))
+    step, split = {"sft": (1, (1, 0, 0)), "grpo": (3, (0, 0, 1))}.get(args.task, (2, (0, 1, 0)))
     tokenizer = chat.tokenizer
     data = DataConfig(path=(args.data_path,), split=split, max_eval_rows=8)
     examples = load_examples(data, step=step, seed=1234).train
@@ -159,6 +232,11 @@ def token_rows(args: argparse.Namespace) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for _ in range(args.steps):
         for example in (examples[row] for row in next(stream)):
+            if args.task == "grpo":
+                prompt_ids = chat.encode_prompt(example.prompt)
+                if len(prompt_ids) <= args.max_length - RESPONSE:
+                    rows.append({"prompt": tokenizer.decode(prompt_ids), "length": 0})
+                continue
             chosen = chat.encode(example.prompt, example.chosen)
             if args.task == "sft":
                 chosen = chosen.head(args.max_length)
@@ -198,7 +276,8 @@ def measure(args: argparse.Namespace) -> None:
     steps = (run_ours if args.side == "ours" else run_trl)(args)[WARM_UP:]
     seconds = sum(step[0] for step in steps)
     rows = len(steps) * args.batch_size / seconds
-    print(json.dumps({"tokens": sum(step[1] for step in steps) / seconds, "rows": rows}))
+    is_counted = UNITS[args.task] == "tokens"
+    print(sum(step[1] for step in steps) / seconds if is_counted else rows)
 
 
 def compare(args: argparse.Namespace) -> None:
@@ -206,38 +285,36 @@ def compare(args: argparse.Namespace) -> None:
     print("| task | precision | TRL | ours | ratio | spread of the ratio |")
     print("|---|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as directory:
-        build_model(Path(directory), args.data_path)
-        for task, unit in (("sft", "tokens"), ("reward", "rows"), ("dpo", "tokens")):
-            if task not in args.tasks:
-                continue
-            for precision in args.precisions:
-                ratios: list[float] = []
-                figures: dict[str, list[float]] = {"trl": [], "ours": []}
-                for _ in range(args.rounds):
-                    for side, values in figures.items():
-                        values.append(run_side(args, directory, task, precision, side)[unit])
-                    ratios.append(figures["ours"][-1] / figures["trl"][-1])
-                trl, ours = (statistics.median(figures[side]) for side in ("trl", "ours"))
-                name = "tokens/s" if unit == "tokens" else "pairs/s"
-                print(
-                    f"| {task} | {precision} | {trl:,.1f} {name} | {ours:,.1f} {name} |"
-                    f" {statistics.median(ratios):.2f} | {min(ratios):.2f} to {max(ratios):.2f} |",
-                    flush=True,
-                )
+        if args.model is None:
+            build_model(Path(directory), args.data_path)
+            args.model = directory
+        for task, precision in itertools.product(args.tasks, args.precisions):
+            speeds: dict[str, list[float]] = {"trl": [], "ours": []}
+            for _ in range(args.rounds):
+                for side, values in speeds.items():
+                    values.append(run_side(args, task, precision, side))
+            ratios = [ours / trl for trl, ours in zip(*speeds.values(), strict=True)]
+            cells = [
+                f"{statistics.median(values):,.2f} {UNITS[task]}/s" for values in speeds.values()
+            ]
+            print(
+                f"| {task} | {precision} | {' | '.join(cells)} | {statistics.median(ratios):.2f}"
+                f" | {min(ratios):.2f} to {max(ratios):.2f} |",
+                flush=True,
+            )
 
 
-def run_side(
-    args: argparse.Namespace, model: str, task: str, precision: str, side: str
-) -> dict[str, float]:
-    """Run one side in a separate process; return its metrics."""
+def run_side(args: argparse.Namespace, task: str, precision: str, side: str) -> float:
+    """Run one side in a separate process; return its speed."""
     command = [sys.executable, "-m", "benchmarks.training", "--side", side, "--task", task]
-    command += ["--model", model, "--precision", precision, "--data-path", args.data_path]
+    command += ["--model", args.model, "--precision", precision, "--data-path", args.data_path]
     command += ["--steps", str(args.steps), "--batch-size", str(args.batch_size)]
     command += ["--max-length", str(args.max_length)]
-    process = subprocess.run(command, check=False, capture_output=True, text=True)
+    environment = os.environ | ({"OMP_NUM_THREADS": str(args.threads)} if args.threads else {})
+    process = subprocess.run(command, check=False, capture_output=True, text=True, env=environment)
     if process.returncode != 0:
         sys.exit(f"{' '.join(command)} failed:\n{process.stderr}")
-    return json.loads(process.stdout.splitlines()[-1])
+    return float(process.stdout.splitlines()[-1])
 
 
 def main(argv: Sequence[str]) -> None:
@@ -250,9 +327,10 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--max-length", type=int, default=512)
+    parser.add_argument("--threads", type=int, help="threads of both sides; by default, all cores")
+    parser.add_argument("--model", help="directory of a chat model, instead of the 15M Llama")
     parser.add_argument("--side", choices=["ours", "trl"], help=argparse.SUPPRESS)
     parser.add_argument("--task", choices=TASKS, help=argparse.SUPPRESS)
-    parser.add_argument("--model", help=argparse.SUPPRESS)
     parser.add_argument("--precision", default="fp32", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     measure(args) if args.side else compare(args)
