@@ -120,12 +120,12 @@ def test_run_script_accepts_step_model_and_deployment(environment: dict[str, str
 
     pretrain = run("step0_pretrain", "opt-125m_lora", "single_gpu", "OUT", CORPUS="c.tokens")
     assert (pretrain.data.path, pretrain.model.lora.rank) == (("c.tokens",), 256)
-    reward = run("step2_reward", "qwen2.5-0.5b", "single_node", "out/two")
+    reward = run("step2_reward", "qwen3-0.6b", "single_node", "out/two")
     assert reward.model.zero_stage == 0
     ppo = run("step3_ppo", "llama-3.1-70b", "multi_node", LAUNCH="--num-nodes 1")
     assert (ppo.actor.zero_stage, ppo.critic.zero_stage) == (3, 3)
     assert (ppo.actor.path, ppo.reward.path) == ("output/step1_sft", "output/step2_reward")
-    grpo = run("step3_grpo", "qwen2.5-7b_lora", "single_gpu", "OUT", "1", ACTOR="A")
+    grpo = run("step3_grpo", "qwen3-8b_lora", "single_gpu", "OUT", "1", ACTOR="A")
     assert (grpo.method, grpo.actor.path, grpo.actor.zero_stage) == ("grpo", "A", 1)
     assert isinstance(grpo, PPOConfig)
     assert grpo.used_models().keys() == {"actor"}

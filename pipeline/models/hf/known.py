@@ -22,7 +22,7 @@ def _opt(hidden: int, layers: int, heads: int, **changes: object) -> dict[str, A
 
 
 def _llama(hidden: int, inner: int, layers: int, heads: int, **changes: object) -> dict[str, Any]:
-    """Return settings from Touvron et al. 2023, Grattafiori et al. 2024 or Yang et al. 2024."""
+    """Return settings of Llama (Touvron et al. 2023, Grattafiori et al. 2024) or a relative."""
     sizes = {
         "hidden_size": hidden,
         "intermediate_size": inner,
@@ -41,13 +41,26 @@ def _gpt2(hidden: int, layers: int, heads: int, **changes: object) -> dict[str, 
 
 
 _LLAMA_2 = {"vocab_size": 32000, "max_position_embeddings": 4096}
-_QWEN = {"model_type": "qwen2", "vocab_size": 152064}
-_QWEN_SMALL = {
-    **_QWEN,
+_QWEN_3 = {
+    "model_type": "qwen3",
+    "head_dim": 128,
     "vocab_size": 151936,
-    "tie_word_embeddings": True,
     "max_position_embeddings": 32768,
 }
+_TIED = {"tie_word_embeddings": True}
+_SMOLLM_2 = {"vocab_size": 49152, "max_position_embeddings": 8192, **_TIED}
+_GEMMA_3 = {
+    "model_type": "gemma3_text",
+    "head_dim": 256,
+    "num_key_value_heads": 1,
+    "vocab_size": 262144,
+    "max_position_embeddings": 32768,
+    "sliding_window": 512,
+    **_TIED,
+}
+_SMOLLM_3 = {"model_type": "smollm3", "max_position_embeddings": 65536, **_TIED}
+_OLMO_3 = {"model_type": "olmo3", "vocab_size": 100278, "max_position_embeddings": 65536}
+_PHI_4 = {"model_type": "phi3", "vocab_size": 200064, **_TIED}
 
 KNOWN_CONFIGS: Mapping[str, Mapping[str, Any]] = {
     "facebook/opt-125m": _opt(768, 12, 12),
@@ -61,15 +74,24 @@ KNOWN_CONFIGS: Mapping[str, Mapping[str, Any]] = {
     "meta-llama/Llama-2-7b-hf": _llama(4096, 11008, 32, 32, num_key_value_heads=32, **_LLAMA_2),
     "meta-llama/Llama-2-13b-hf": _llama(5120, 13824, 40, 40, num_key_value_heads=40, **_LLAMA_2),
     "meta-llama/Llama-2-70b-hf": _llama(8192, 28672, 80, 64, **_LLAMA_2),
-    "meta-llama/Llama-3.2-1B": _llama(2048, 8192, 16, 32, tie_word_embeddings=True),
+    "meta-llama/Llama-3.2-1B": _llama(2048, 8192, 16, 32, **_TIED),
+    "meta-llama/Llama-3.2-3B": _llama(3072, 8192, 28, 24, **_TIED),
     "meta-llama/Llama-3.1-8B": _llama(4096, 14336, 32, 32),
     "meta-llama/Llama-3.1-70B": _llama(8192, 28672, 80, 64),
-    "Qwen/Qwen2.5-0.5B": _llama(896, 4864, 24, 14, num_key_value_heads=2, **_QWEN_SMALL),
-    "Qwen/Qwen2.5-1.5B": _llama(1536, 8960, 28, 12, num_key_value_heads=2, **_QWEN_SMALL),
-    "Qwen/Qwen2.5-3B": _llama(2048, 11008, 36, 16, num_key_value_heads=2, **_QWEN_SMALL),
-    "Qwen/Qwen2.5-7B": _llama(3584, 18944, 28, 28, num_key_value_heads=4, **_QWEN),
-    "Qwen/Qwen2.5-14B": _llama(5120, 13824, 48, 40, num_key_value_heads=8, **_QWEN),
-    "Qwen/Qwen2.5-32B": _llama(5120, 27648, 64, 40, num_key_value_heads=8, **_QWEN),
+    "Qwen/Qwen3-0.6B-Base": _llama(1024, 3072, 28, 16, **_QWEN_3, **_TIED),
+    "Qwen/Qwen3-1.7B-Base": _llama(2048, 6144, 28, 16, **_QWEN_3, **_TIED),
+    "Qwen/Qwen3-4B-Base": _llama(2560, 9728, 36, 32, **_QWEN_3, **_TIED),
+    "Qwen/Qwen3-8B-Base": _llama(4096, 12288, 36, 32, **_QWEN_3),
+    "Qwen/Qwen3-14B-Base": _llama(5120, 17408, 40, 40, **_QWEN_3),
+    "Qwen/Qwen3-32B": _llama(5120, 25600, 64, 64, **_QWEN_3),
+    "google/gemma-3-1b-pt": _llama(1152, 6912, 26, 4, **_GEMMA_3),
+    "HuggingFaceTB/SmolLM2-135M": _llama(576, 1536, 30, 9, num_key_value_heads=3, **_SMOLLM_2),
+    "HuggingFaceTB/SmolLM2-1.7B": _llama(2048, 8192, 24, 32, num_key_value_heads=32, **_SMOLLM_2),
+    "HuggingFaceTB/SmolLM3-3B-Base": _llama(
+        2048, 11008, 36, 16, num_key_value_heads=4, **_SMOLLM_3
+    ),
+    "allenai/Olmo-3-1025-7B": _llama(4096, 11008, 32, 32, num_key_value_heads=32, **_OLMO_3),
+    "microsoft/Phi-4-mini-instruct": _llama(3072, 8192, 32, 24, **_PHI_4),
     "openai-community/gpt2": _gpt2(768, 12, 12),
     "openai-community/gpt2-medium": _gpt2(1024, 24, 16),
     "openai-community/gpt2-large": _gpt2(1280, 36, 20),
