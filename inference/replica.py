@@ -23,7 +23,8 @@ from inference.tensor_parallel import Sharding, all_reduce_, set_sharing_group
 from pipeline.engine.sharding.tensor_parallel import ParamShard, full_shape, get_shard
 from pipeline.models.adapters.lora import merge_adapter
 from pipeline.models.adapters.quantized import QuantizedLinear
-from pipeline.models.forward.forward import base_model
+from pipeline.models.forward.forward import base_model, set_fp32_logits
+from pipeline.models.forward.vocab_parallel import FP32_LOGITS
 from pipeline.models.hf.export import GathersUnits
 from pipeline.models.hf.meta import build_on_meta, iter_parameters
 from pipeline.parallel.group import SELF_GROUP, Group
@@ -257,6 +258,8 @@ class Replica:
         """Whether the weights for generation are loaded."""
         self.weights = list(self._create_weights(sharding, shares=shares))
         sharding.apply()
+        if any(stages.gather_objects(hasattr(plain.get_output_embeddings(), FP32_LOGITS))):
+            set_fp32_logits(self.model)
         if stages.size > 1:
             set_sharing_group(self.model, stages.untracked)
         self._by_parameter: dict[nn.Parameter, list[ReplicaWeight]] = {}

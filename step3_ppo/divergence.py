@@ -6,12 +6,11 @@ Dimension names: K targets, V vocabulary; C targets of a tile.
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from pipeline.kernels.logprobs import TILE
+from pipeline.kernels.logprobs import TILE, output_layer
 
 
 def generalized_jsd(
@@ -52,7 +51,7 @@ class Logits:
     def log_softmax(self, part: slice, end: int | None, temperature: float) -> Float[Tensor, "C V"]:
         """Return the log-probabilities of the first `end` token ids, or of all, at some targets."""
         hidden, matrix, bias = self.tensors
-        logits = hidden[part] if matrix is None else F.linear(hidden[part], matrix, bias)
+        logits = hidden[part] if matrix is None else output_layer(hidden[part], matrix, bias)
         return (logits[:, :end].float() / temperature).log_softmax(dim=1)
 
 
@@ -91,7 +90,9 @@ class _GKDLoss(torch.autograd.Function):
         student, needs_grad = Logits(hidden, matrix, bias), ctx.needs_input_grad
         vocab = min(student.vocab_size, teacher.vocab_size)
         is_shared = vocab == student.vocab_size
-        hidden_grad = torch.zeros_like(hidden)
+        dtype = hidden.dtype if matrix is None else matrix.dtype
+        low = hidden.to(dtype)
+        hidden_grad = torch.zeros_like(low)
         matrix_grad, bias_grad = (
             torch.zeros_like(param, dtype=torch.float32) if param is not None and needed else None
             for param, needed in ((matrix, needs_grad[1]), (bias, needs_grad[2]))
@@ -109,17 +110,17 @@ class _GKDLoss(torch.autograd.Function):
             reverse_kl[part] = (log_p.exp() * (log_p - log_q)).sum(dim=1)
             loss[part], gradient = generalized_jsd(log_p, log_q, beta=beta)
             del log_p, log_q, pi  # free memory
-            gradient = gradient.mul_(weights[part, None] / temperature).to(hidden.dtype)
+            gradient = gradient.mul_(weights[part, None] / temperature).to(dtype)
             if matrix is None:
                 hidden_grad[part, :vocab] = gradient
             else:
                 torch.mm(gradient, matrix[:vocab], out=hidden_grad[part])
             if matrix_grad is not None:
-                matrix_grad[:vocab] += gradient.t() @ hidden[part]
+                matrix_grad[:vocab] += gradient.t() @ low[part]
             if bias_grad is not None:
                 bias_grad[:vocab] += gradient.sum(dim=0, dtype=torch.float32)
         ctx.mark_non_differentiable(logprobs, reverse_kl)
-        ctx.gradients, ctx.dtype = (hidden_grad, matrix_grad, bias_grad), hidden.dtype
+        ctx.gradients, ctx.dtype = (hidden_grad, matrix_grad, bias_grad), dtype
         return (loss * weights).sum(), logprobs, reverse_kl
 
     @staticmethod

@@ -31,6 +31,7 @@ from pipeline.models.forward.forward import (
     context_length,
     is_encoder,
     is_ragged,
+    set_fp32_logits,
 )
 from pipeline.models.forward.scores import require_score, response_scores
 from pipeline.models.hf.chat import decode_response, require_same_chat, same_chat_format
@@ -429,6 +430,8 @@ def load_reference(
     model = load_causal_lm(settings, device=local_device(), seed=config.seed, defer=True)
     require_context(base_model(model), role, config)
     add_tokens(model, tokenizer, seed=config.seed)
+    if config.actor.fp32_head:
+        set_fp32_logits(model)
     engine, passes = make_frozen_passes(
         model,
         config.actor,

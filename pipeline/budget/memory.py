@@ -279,7 +279,9 @@ class _ModelMemory:
         unshared_pages = -(-max_length // PAGE_SIZE) - shared_pages
         prompts = min(generation.slots, -(-generation.max_concurrent // generation.group_size))
         if self.machine.has_gpu:  # graphs share the memory of the widest pass
-            per_row = (shape.saved_elements + shape.vocabulary) * shape.itemsize
+            is_fp32 = self.model.trained is not None and self.model.trained.fp32_head
+            per_row = shape.saved_elements * shape.itemsize
+            per_row += shape.vocabulary * (4 if is_fp32 else shape.itemsize)
             yield Item("graphs", CUBLAS + generation.slots * per_row, min_bytes=CUBLAS + per_row)
         sampling_bytes = SAMPLING_BYTES * shape.vocabulary
         num_pages = 1 + prompts * shared_pages + generation.slots * unshared_pages

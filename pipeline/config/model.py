@@ -148,6 +148,10 @@ class TrainedModelConfig(FrozenModelConfig):
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more time."""
 
+    fp32_head: bool = False
+    """Compute the logits of bf16 or fp16 policies in fp32, in training and its generation, so that
+    these agree better (docs/generation.md); scores of critics and reward models always are."""
+
     lora: LoraConfig | None = None
     """Train adapters only; null trains all weights."""
 

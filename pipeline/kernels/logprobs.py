@@ -44,6 +44,9 @@ VOCABULARY_TILE = {"cpu": 2**21, "cuda": TILE["cuda"]}
 MAX_UNTILED = 2**26
 """Maximum number of logits computed at once: 256 MiB of fp32."""
 
+WEIGHT_TILE = 2**20
+"""Number of weights that a CPU converts to fp32 at once: 4 MiB stay in its cache."""
+
 ROW_CHUNK = {"cpu": 2**20, "cuda": TILE["cuda"]}
 """Number of logits computed at once, by device: 4 and 256 MiB of fp32."""
 
@@ -95,7 +98,8 @@ def linear_logprobs(
     """Compute log-probabilities of targets under softmax(hidden @ weight.T + bias), and entropies.
 
     Args:
-        hidden: hidden states that predict the targets, in the dtype of the weights.
+        hidden: hidden states that predict the targets, in the dtype of the weights, or in fp32 for
+            logits that are not rounded to it.
         weight: the output layer.
         bias: bias of the output, or None.
         targets: token ids.
@@ -109,15 +113,14 @@ def linear_logprobs(
             collective.
 
     Returns:
-        Log-probabilities and entropies (None without `entropy`) in nats, fp32. Logits are rounded
-            to the weights' dtype, as in the model itself; the rest is fp32. With one tile, the
-            result is bitwise identical to that of `compute_logprobs`; with several, sums are added
-            in a different order.
+        Log-probabilities and entropies (None without `entropy`) in nats, fp32. Logits are those of
+            `output_layer`; the rest is fp32. With one tile, the result is bitwise identical to that
+            of `compute_logprobs`; with several, sums are added in a different order.
     """
     is_sharded = vocab_shard is not None and len(targets) > 0
     if not is_sharded and len(targets) * len(weight) <= (MAX_UNTILED if tile is None else tile):
         return compute_logprobs(
-            F.linear(hidden, weight, bias),
+            output_layer(hidden, weight, bias),
             targets,
             temperature=temperature,
             entropy=entropy,
@@ -156,6 +159,48 @@ def row_logprobs(
     """
     chunk_size = chunk_size or ROW_CHUNK.get(logits.device.type, ROW_CHUNK["cpu"])
     return RowLogprobs.apply(logits, targets, temperature, entropy, chunk_size)
+
+
+def output_layer(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Compute logits in the dtype of the hidden states, which may be fp32 for 16-bit weights."""
+    same_dtype = hidden.dtype == weight.dtype
+    return F.linear(hidden, weight, bias) if same_dtype else fp32_linear(hidden, weight, bias)
+
+
+@torch.library.custom_op("rlhf_pipeline::fp32_linear", mutates_args=())
+def fp32_linear(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Compute hidden @ weight.T + bias in fp32, for 16-bit weights and such hidden states.
+
+    Rounding to bf16 changes a logit of 20 by up to 0.06 (MiniMax 2025, arXiv:2506.13585, section
+    3.2). A GPU adds the products in fp32; a CPU converts `WEIGHT_TILE` weights at a time.
+    """
+    rows = hidden.reshape(-1, hidden.shape[-1])
+    if hidden.is_cuda:
+        logits = torch.mm(rows.to(weight.dtype), weight.t(), out_dtype=torch.float32)
+    else:
+        logits, rows = rows.new_empty(len(rows), len(weight), dtype=torch.float32), rows.float()
+        for tokens in _slices(len(weight), max(1, WEIGHT_TILE // weight.shape[1])):
+            torch.mm(rows, weight[tokens].float().t(), out=logits[:, tokens])
+    logits = logits if bias is None else logits.add_(bias)
+    return logits.view(*hidden.shape[:-1], len(weight))
+
+
+def _linear_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
+    """Compute the gradients of `fp32_linear` in the dtype of the weights, as for 16-bit logits."""
+    (hidden, weight), needs_grad = ctx.saved_tensors, ctx.needs_input_grad
+    grad, rows = (x.to(weight.dtype).flatten(0, -2) for x in (grad, hidden))
+    return (
+        (grad @ weight).view_as(hidden) if needs_grad[0] else None,
+        grad.t() @ rows if needs_grad[1] else None,
+        grad.sum(dim=0) if needs_grad[2] else None,
+    )
+
+
+def _save_inputs(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:  # noqa: ANN401, ARG001
+    ctx.save_for_backward(*inputs[:2])
+
+
+fp32_linear.register_autograd(_linear_gradients, setup_context=_save_inputs)
 
 
 class RecomputeLogprobs(torch.autograd.Function):
@@ -287,7 +332,8 @@ class FusedGradLogprobs(torch.autograd.Function):
         needs_grad = ctx.needs_input_grad
         logprobs = hidden.new_empty(len(targets), 1, dtype=torch.float32)
         max_logits, sum_exp = torch.empty_like(logprobs), torch.empty_like(logprobs)
-        grad_hidden = torch.empty_like(hidden) if needs_grad[0] else None
+        low = hidden.to(weight.dtype)
+        grad_hidden = torch.empty_like(low) if needs_grad[0] else None
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_grad[1] else None
         grad_bias = hidden.new_zeros(len(weight), dtype=torch.float32) if needs_grad[2] else None
         for rows in _slices(len(targets), max(1, tile // len(weight))):
@@ -304,7 +350,7 @@ class FusedGradLogprobs(torch.autograd.Function):
             if grad_hidden is not None:
                 torch.mm(grad, weight, out=grad_hidden[rows])
             if grad_weight is not None:
-                _add_product(grad_weight, grad.t(), hidden[rows])
+                _add_product(grad_weight, grad.t(), low[rows])
             if grad_bias is not None:
                 grad_bias += grad.sum(dim=0, dtype=torch.float32)
             del logits, grad
@@ -380,6 +426,7 @@ def _tile_gradients(
         tile: logits per tile.
     """
     hidden, weight, bias = inputs
+    low = hidden.to(weight.dtype)
     max_logits, sum_exp = sums
     grad_hidden = torch.zeros_like(hidden, dtype=torch.float32) if needs_grad[0] else None
     grad_weight = torch.empty_like(weight) if needs_grad[1] else None
@@ -403,7 +450,7 @@ def _tile_gradients(
         if grad_hidden is not None:
             _add_product(grad_hidden, grad, weight[tokens])
         if grad_weight is not None:
-            torch.mm(grad.t(), hidden, out=grad_weight[tokens])
+            torch.mm(grad.t(), low, out=grad_weight[tokens])
         if grad_bias is not None:
             grad_bias[tokens] = grad.sum(dim=0)
         del grad
@@ -426,7 +473,7 @@ def _logits(
     temperature: float,
 ) -> Float[Tensor, "C W"]:
     """Compute logits as a new tensor in fp32."""
-    logits = F.linear(hidden, weight[tokens], None if bias is None else bias[tokens]).float()
+    logits = output_layer(hidden, weight[tokens], None if bias is None else bias[tokens]).float()
     return logits if temperature == 1.0 else logits.div_(temperature)
 
 

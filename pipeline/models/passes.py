@@ -17,7 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from pipeline.config import Kernels, ParallelConfig, TrainedModelConfig
 from pipeline.data.batches import TokenBatch
 from pipeline.engine.engine import Engine, FrozenEngine
-from pipeline.models.forward.forward import Policy, Scorer
+from pipeline.models.forward.forward import Policy, Scorer, set_fp32_logits
 from pipeline.models.hf.load import align_weights
 from pipeline.models.parallel.stages import PipelineStage, StageModule, balance_blocks, build_stage
 from pipeline.models.parallel.tensor_parallel import shard_if_possible, shard_layers
@@ -341,6 +341,8 @@ def make_policy(
         ModelError: the model can't be used, or its family can't be split.
     """
     model = prepare_causal_lm(settings, tokenizer, device=local_device(), seed=seed)
+    if settings.fp32_head:
+        set_fp32_logits(model)
     passes = make_passes(
         model,
         settings,

@@ -98,6 +98,19 @@ def test_tiled_divergence_matches_full_logits(beta: float, size: int) -> None:
     torch.testing.assert_close(actual, grads)
 
 
+def test_divergence_uses_exact_logits_of_fp32_hidden_states() -> None:
+    hidden, matrix = torch.randn(2, 9, 6, generator=torch.Generator().manual_seed(0)).bfloat16()
+    weights, targets = torch.ones(9), torch.arange(9)
+    logits = (hidden.double() @ matrix.double().T).float()
+    settings = {"beta": 0.5, "temperature": 0.7, "tile": 30}
+    layer, full, teacher = Logits(hidden.float(), matrix, None), Logits(logits), Logits(-logits)
+
+    actual = gkd_loss(layer, teacher, targets, weights, **settings)
+
+    expected = gkd_loss(full, teacher, targets, weights, **settings)
+    torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6)
+
+
 @pytest.mark.parametrize("stage", [0, 3])
 def test_gkd_gradient_matches_full_logits_of_a_large_vocabulary(tmp_path: Path, stage: int) -> None:
     save_models(tmp_path, vocab_size=LARGE_VOCABULARY)

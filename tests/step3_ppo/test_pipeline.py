@@ -43,7 +43,7 @@ CASES: dict[str, dict[str, Any]] = {
             RewardConfig(name="model", kind="model"),
             RewardConfig(name="short", kind="length", max_tokens=3),
         ),
-        "models": {"precision": "fp16"},
+        "models": {"precision": "fp16", "fp32_head": True},
     },
 }
 SHORT = ("ppo",)

@@ -8,12 +8,20 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from inference.engine.requests import Response
-from step3_ppo.experience import Experience, Rollout, compute_advantages, score_responses
+from pipeline.config import LoraConfig
+from pipeline.system.errors import ModelError
+from step3_ppo.experience import (
+    Experience,
+    Rollout,
+    compute_advantages,
+    rollout_gap,
+    score_responses,
+)
 from step3_ppo.metrics import group_statistics, rollout_statistics
 from step3_ppo.models import Models
 from step3_ppo.rewards import score_to_reward
 from step3_ppo.rollout import generate_responses
-from tests.step3_ppo.toy import END, PROMPTS, toy_config, toy_models
+from tests.step3_ppo.toy import END, PROMPTS, save_models, toy_config, toy_models
 
 RESPONSES = [
     Response([30, 31, END], [-1.0, -1.0, -1.0], stopped=True),
@@ -58,6 +66,25 @@ def test_model_outputs_match_transformers(models: Models, toy: Path, micro_batch
             (experience.score[row], scores[-1]),
         ):
             torch.testing.assert_close(actual, expected, rtol=1e-4, atol=2e-5)
+
+
+def test_fp32_head_reduces_the_gap_in_bf16(tmp_path: Path) -> None:
+    save_models(tmp_path, blocks=1)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "actor")
+    model.model.norm.weight.data.mul_(3)  # for logits of up to 20
+    model.save_pretrained(tmp_path / "actor")
+    config, gaps = toy_config(tmp_path, max_new_tokens=24), list[float]()
+    for fp32_head in (False, True):
+        actor = replace(config.actor, precision="bf16", fp32_head=fp32_head)
+        changed = replace(config, actor=actor)
+        models, prompts = toy_models(changed), PROMPTS * 4
+        responses = generate_responses(models, prompts, changed, keys=range(32))
+        experience = score_responses(models, prompts, responses, changed)
+        assert torch.equal(experience.ref_logprobs, experience.logprobs)
+        gaps.append(rollout_gap(experience))
+    assert gaps[1] < 0.9 * gaps[0], gaps
+    with pytest.raises(ModelError, match="fp32_head needs a linear output layer without an adap"):
+        toy_models(replace(changed, actor=replace(actor, lora=LoraConfig(targets=("lm_head",)))))
 
 
 def test_generation_and_training_agree_on_the_policy(models: Models, toy: Path) -> None:

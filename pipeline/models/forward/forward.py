@@ -20,12 +20,18 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from pipeline.config import Kernels
 from pipeline.data.batches import TokenBatch
 from pipeline.engine.sharding.units import UsesHead
-from pipeline.kernels.logprobs import MAX_UNTILED, compute_logprobs, linear_logprobs, row_logprobs
+from pipeline.kernels.logprobs import (
+    MAX_UNTILED,
+    compute_logprobs,
+    linear_logprobs,
+    output_layer,
+    row_logprobs,
+)
 from pipeline.models.forward.attention import KEY_BLOCK, RAGGED, Ragged, unpad
 from pipeline.models.forward.scores import expected_value, response_scores
-from pipeline.models.forward.vocab_parallel import get_vocab_shard
+from pipeline.models.forward.vocab_parallel import FP32_LOGITS, get_vocab_shard, head_input
 from pipeline.parallel.mesh import current_mesh
-from pipeline.system.errors import DataError, KernelError
+from pipeline.system.errors import DataError, KernelError, ModelError
 
 logger = logging.getLogger(__name__)
 
@@ -151,12 +157,14 @@ class Policy(nn.Module):
         return head if self._has_linear_logits and isinstance(head, nn.Linear) else None
 
     def _hidden(self, batch: TokenBatch) -> Float[Tensor, "K d"]:
-        """Return the input of the output layer for each target."""
+        """Return the input of the output layer for each target, in fp32 for fp32 logits."""
         backbone = cast("Backbone", base_model(self.model).base_model)
         ragged, before = ragged_layout(batch, self.kernels), batch.before_targets
         if is_ragged(self.model):
-            return backbone(**ragged_inputs(batch, ragged))[0][0][before]
-        return run_padded(batch, ragged, lambda inputs: backbone(**inputs)[0])[before]
+            hidden = backbone(**ragged_inputs(batch, ragged))[0][0][before]
+        else:
+            hidden = run_padded(batch, ragged, lambda inputs: backbone(**inputs)[0])[before]
+        return head_input(base_model(self.model).get_output_embeddings(), hidden)
 
     def _logits(self, batch: TokenBatch) -> Float[Tensor, "K V"]:
         """Return the model's logits for each target: the output at the preceding token."""
@@ -165,6 +173,24 @@ class Policy(nn.Module):
             inputs = ragged_inputs(batch, ragged)
             return self.model(**inputs, logits_to_keep=before).logits[0]
         return run_padded(batch, ragged, lambda inputs: self.model(**inputs).logits)[before]
+
+
+def set_fp32_logits(model: nn.Module) -> None:
+    """Make the output layer of an unsharded model return fp32 logits; see `output_layer`.
+
+    Raises:
+        ModelError: the layer is not plain, such as one with an adapter.
+    """
+    head = base_model(model).get_output_embeddings()
+    if type(head) is not nn.Linear:
+        raise ModelError(
+            "fp32_head needs a linear output layer without an adapter, but this model's is a"
+            f" {type(head).__name__}; set it to false"
+        )
+    setattr(head, FP32_LOGITS, True)
+    object.__setattr__(
+        head, "forward", lambda x: output_layer(head_input(head, x), head.weight, head.bias)
+    )
 
 
 class Scorer(nn.Module):

@@ -14,7 +14,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from pipeline.kernels.logprobs import VocabularyShard
+from pipeline.kernels.logprobs import VocabularyShard, output_layer
 from pipeline.parallel.group import Group
 from pipeline.parallel.shards import Shard, ShardSpec
 from pipeline.parallel.tensor import copy_to_group, join_over_group, sum_over_group
@@ -24,6 +24,15 @@ LARGE = 8192
 
 _VOCAB_SHARD = "vocab_shard"
 """Attribute of a sharded output layer that holds this process's vocabulary range."""
+
+
+FP32_LOGITS = "fp32_logits"
+"""Attribute of an output layer that is true if its logits are fp32, whatever its weights are."""
+
+
+def head_input(head: nn.Module | None, hidden: Tensor) -> Tensor:
+    """Return the hidden states in the dtype of an output layer's logits, for `output_layer`."""
+    return hidden.float() if hasattr(head, FP32_LOGITS) else hidden
 
 
 def get_vocab_shard(head: nn.Module | None) -> VocabularyShard | None:
@@ -68,7 +77,8 @@ def shard_table(module: nn.Module, rows: int, group: Group) -> None:
 
 def _logits(head: nn.Linear, group: Group, hidden: Float[Tensor, "*B d"]) -> Float[Tensor, "*B V"]:
     """Return the logits of the full vocabulary."""
-    logits = F.linear(copy_to_group(hidden, group), head.weight, head.bias)
+    hidden = copy_to_group(head_input(head, hidden), group)
+    logits = output_layer(hidden, head.weight, head.bias)
     return join_over_group(logits, group)
 
 

@@ -132,6 +132,26 @@ def test_bf16_is_as_accurate_as_plain_logprobs(uniform: bool) -> None:
     assert all(tiled_errors[name] < 2 * plain_errors[name] + 2**-9 for name in tiled_errors)
 
 
+@pytest.mark.parametrize("tile", [SMALL_TILE, None])
+@pytest.mark.parametrize("uniform", [False, True])
+def test_logits_of_fp32_hidden_states_are_not_rounded(uniform: bool, tile: int | None) -> None:
+    inputs = {name: 2 * tensor for name, tensor in make_inputs(torch.bfloat16, bias=True).items()}
+    settings = {"temperature": 0.9, "uniform": uniform, "tile": tile}
+    weights = torch.full((K,), 0.5)
+
+    def compute(hidden: Tensor, *rest: Tensor, **settings: Any) -> tuple[Tensor, Tensor | None]:
+        return linear_logprobs(hidden.float(), *rest, **settings)
+
+    got = run(compute, inputs, weights, **settings)
+
+    expected = run(exact_logprobs, inputs, weights, temperature=0.9)
+    rounded = run(linear_logprobs, inputs, weights, **settings)
+    assert (got["logprobs"] - expected["logprobs"]).abs().max() < 2e-5
+    assert (rounded["logprobs"] - expected["logprobs"]).abs().max() > 0.02
+    assert all(got[name].dtype == torch.bfloat16 for name in inputs)
+    assert max(errors(got, expected).values()) < 0.01
+
+
 @pytest.mark.parametrize("tile", [1, V, K, SMALL_TILE, 33 * V + 1, K * V - 1])
 @torch.no_grad()
 def test_results_do_not_depend_on_the_tile(tile: int) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from pipeline.config import FrozenModelConfig, Kernels, OptimConfig, TrainedModelConfig
 from pipeline.data.batches import TokenBatch, collate
 from pipeline.engine.engine import Engine
-from pipeline.models.forward.forward import LARGE_VOCABULARY, Policy
+from pipeline.models.forward.forward import LARGE_VOCABULARY, Policy, set_fp32_logits
 from pipeline.models.hf.load import load_causal_lm
 from tests.distributed import run_ranks
 from tests.families import FAMILIES, SCALED, UNPACKED, random_rows, save_to, tiny_causal_lm
@@ -63,6 +63,26 @@ def test_tiled_logits_match_full_logits_in_every_family(
     assert_near(tiled, full)
     warnings = [line for line in caplog.messages if "are not the output layer applied to" in line]
     assert len(warnings) == (family in NOT_A_PRODUCT)
+
+
+@pytest.mark.parametrize("tile", [TILE, None])
+def test_fp32_head_computes_exact_logits_of_bf16_weights(tmp_path: Path, tile: int | None) -> None:
+    model = load_policy("llama", tmp_path).model.bfloat16()
+    model.model.norm.weight.data.mul_(4)
+    batch, weight = collate(random_rows(LENGTHS)), model.lm_head.weight
+    targets = batch.input_ids[batch.targets]
+    rounded = Policy(model, tile=tile)
+    hidden = rounded._hidden(batch).detach().double()
+    exact = (hidden @ weight.double().T).log_softmax(1).gather(1, targets[:, None])[:, 0]
+    (expected,) = torch.autograd.grad(exact.sum(), weight)
+    assert (rounded(batch).logprobs - exact).abs().max() > 0.02
+
+    set_fp32_logits(model)
+    logprobs = Policy(model, tile=tile)(batch).logprobs
+
+    torch.testing.assert_close(logprobs, exact.float(), rtol=0, atol=1e-5)
+    (gradient,) = torch.autograd.grad(logprobs.sum(), weight)
+    assert (gradient - expected).norm() < 0.01 * expected.norm()
 
 
 def train(stage: int, dtype: str, uniform: bool) -> list[Tensor]:
