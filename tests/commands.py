@@ -1,17 +1,29 @@
 """Commands as a user types them, in processes forked from a server with all imports done.
 
-Importing takes five CPU seconds, most of the time of a short command.
+Importing takes five to eight CPU seconds, most of the time of a short command. In a command,
+`sys.executable` is a program that has `-m MODULE` forked in the same way, such as a step.
 """
 
+import atexit
+import functools
+import json
 import os
 import runpy
+import select
+import shutil
+import signal
 import socket
 import sys
+import tempfile
+import threading
+import traceback
 from collections.abc import Mapping, Sequence
 from multiprocessing.process import BaseProcess
+from multiprocessing.util import Finalize
 from pathlib import Path
 from subprocess import CompletedProcess
 from tempfile import TemporaryDirectory
+from typing import Any, NoReturn
 
 from tests.distributed import PROCESSES
 from tests.sources import ROOT
@@ -62,21 +74,125 @@ def start_command(
     files = [streams / name for name in ("stdin", "out", "err")]
     streams.mkdir()
     files[0].write_text(stdin)
-    process = PROCESSES.Process(target=_run, args=(argv, cwd, dict(env), files))
+    process = PROCESSES.Process(target=_run, args=(argv, cwd, dict(env), files, forking_python()))
     process.start()
     return process
 
 
-def _run(argv: Sequence[str], cwd: Path, env: Mapping[str, str], streams: Sequence[Path]) -> None:
+FORKING_PYTHON = """#!{python} -ISE
+import json, os, signal, socket, sys
+words = [word for word in sys.argv[1:] if word != "-u"]
+if words[0] != "-m":
+    os.execv("{python}", ["{python}", *sys.argv[1:]])
+server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+server.connect("{address}")
+request = json.dumps([words, os.getcwd(), dict(os.environ)]).encode()
+socket.send_fds(server, [request], [0, 1, 2])
+pid = int(server.recv(64))
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+    signal.signal(number, lambda number, _: os.kill(pid, number))
+code = int(server.recv(64))
+if code < 0:
+    signal.signal(-code, signal.SIG_DFL)
+    os.kill(os.getpid(), -code)
+sys.exit(code)
+"""
+"""Python, but for `-m MODULE` the process is forked by `_serve`; signals are forwarded to it."""
+
+
+@functools.cache
+def forking_python() -> Path:
+    """Start this process's server and return the path of its `FORKING_PYTHON`."""
+    directory = Path(tempfile.mkdtemp(prefix="forking"))
+    program, address = directory / "python", directory / "socket"
+    program.write_text(FORKING_PYTHON.format(python=sys.executable, address=address))
+    program.chmod(0o755)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listening:
+        listening.bind(str(address))
+        listening.listen()
+        server = PROCESSES.Process(target=_serve, args=(listening, program))
+        server.start()
+    Finalize(None, _stop, args=(server, directory), exitpriority=1)
+    return program
+
+
+def _stop(server: BaseProcess, directory: Path) -> None:
+    server.kill()
+    shutil.rmtree(directory)
+
+
+def _serve(listening: socket.socket, program: Path) -> None:
+    """Fork a process for each request, and report its exit code; kill it with its client."""
+    clients: dict[socket.socket, int] = {}
+    while True:
+        ready, _, _ = select.select([listening, *clients], [], [], 0.02)
+        for client in ready:
+            if client is not listening:
+                os.kill(clients[client], signal.SIGKILL)  # its client was killed
+                continue
+            connection, _ = listening.accept()
+            request, files, _, _ = socket.recv_fds(connection, 2**20, 3)
+            pid = os.fork()
+            if pid == 0:
+                os.setpgid(0, 0)
+                _exit_with(*json.loads(request), files, program)
+            for file in files:
+                os.close(file)
+            connection.send(str(pid).encode())
+            clients[connection] = pid
+        for client, pid in list(clients.items()):
+            exited, status = os.waitpid(pid, os.WNOHANG)
+            if exited:
+                client.send(str(os.waitstatus_to_exitcode(status)).encode())
+                client.close()
+                del clients[client]
+
+
+def _exit_with(*command: Any) -> NoReturn:
+    """Run a command and exit as Python does."""
+    code: object = 0
+    try:
+        _start(*command)
+    except SystemExit as stopped:
+        code = stopped.code
+    except BaseException:  # noqa: BLE001
+        traceback.print_exc()
+        code = 1
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    if not isinstance(code, int | None):
+        sys.stderr.write(f"{code}\n")
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code or 0)
+
+
+def _run(
+    argv: Sequence[str], cwd: Path, env: Mapping[str, str], streams: Sequence[Path], program: Path
+) -> None:
+    for stream in streams:
+        stream.touch()
+    _start(argv, cwd, env, [os.open(stream, os.O_RDWR) for stream in streams], program)
+
+
+def _start(
+    argv: Sequence[str],
+    cwd: str | Path,
+    env: Mapping[str, str],
+    files: Sequence[int],
+    program: Path,
+) -> None:
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(env)
-    for number, stream in enumerate(streams):
-        stream.touch()
-        os.dup2(os.open(stream, os.O_RDWR), number)
+    for number, file in enumerate(files):
+        os.dup2(file, number)
     sys.stdin = os.fdopen(0)
+    sys.executable = str(program)
     if argv[0] == "-m":
         sys.argv = list(argv[1:])
+        sys.modules.pop(argv[1], None)
         runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
     else:
         sys.argv = list(argv)

@@ -1,14 +1,13 @@
 """`train.py` as a user runs it: wrong input, plans, dry runs."""
 
 import os
-import sys
 from pathlib import Path
 from subprocess import CompletedProcess
 
 import pytest
 
 from pipeline.demo.arithmetic import main as write_sums
-from tests.commands import run_command
+from tests.commands import forking_python, run_command
 from tests.families import tiny_config
 
 TRAIN = Path(__file__).parent.parent / "train.py"
@@ -78,9 +77,9 @@ def test_multi_node_dry_run_shows_the_command_of_each_machine(tmp_path: Path) ->
     step = "-m step1_sft.train --data.max_length 80 --max_steps 500"
     assert (result.returncode, result.stderr) == (0, "")
     assert output.startswith("The plan: 1 step, 5 processes each on 2 machines, into output.")
-    assert f"on worker-0 {sys.executable} {torchrun} 0 --master-addr worker-0" in output
+    assert f"on worker-0 {forking_python()} {torchrun} 0 --master-addr worker-0" in output
     devices = "CUDA_VISIBLE_DEVICES=1,2,3"
-    assert f"on worker-1 {devices} {sys.executable} {torchrun} 1 --master-addr worker-0" in output
+    assert f"on worker-1 {devices} {forking_python()} {torchrun} 1 --master-addr worker-0" in output
     assert output.count(step) == 3
     assert [path.name for path in tmp_path.iterdir()] == ["hosts"]
 
