@@ -18,6 +18,7 @@ import tempfile
 import threading
 import traceback
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from multiprocessing.process import BaseProcess
 from multiprocessing.util import Finalize
 from pathlib import Path
@@ -128,7 +129,7 @@ def _serve(listening: socket.socket, program: Path) -> None:
         ready, _, _ = select.select([listening, *clients], [], [], 0.02)
         for client in ready:
             if client is not listening:
-                os.kill(clients[client], signal.SIGKILL)  # its client was killed
+                os.kill(clients[client], signal.SIGKILL)
                 continue
             connection, _ = listening.accept()
             request, files, _, _ = socket.recv_fds(connection, 2**20, 3)
@@ -143,8 +144,8 @@ def _serve(listening: socket.socket, program: Path) -> None:
         for client, pid in list(clients.items()):
             exited, status = os.waitpid(pid, os.WNOHANG)
             if exited:
-                client.send(str(os.waitstatus_to_exitcode(status)).encode())
-                client.close()
+                with client, suppress(BrokenPipeError):  # its client was killed
+                    client.send(str(os.waitstatus_to_exitcode(status)).encode())
                 del clients[client]
 
 
