@@ -311,7 +311,7 @@ class Replica:
         for params in engine.iter_gathered_units():
             weights = [weight for param in params for weight in self._by_parameter.get(param, ())]
             if sends and weights:
-                self._send_header([weight.index for weight in weights])
+                self._stages.gather_objects([weight.index for weight in weights])
             for weight in weights:
                 if not weight.is_copied and not sends:
                     continue
@@ -324,28 +324,16 @@ class Replica:
                 if sends:
                     self._stages.broadcast(full.contiguous(), source=self._stages.rank)
         if sends:
-            self._send_header([])
+            self._stages.gather_objects([])
 
     def _receive(self, stage: int) -> None:
         """Receive the weights that another stage trains, in the order in which it sends them."""
-        while indices := self._receive_header(stage):
+        while indices := self._stages.gather_objects(list[int]())[stage]:
             for weight in (self.weights[index] for index in indices):
                 source = weight.source
                 full = torch.empty(source.full_shape, dtype=source.dtype, device=self.device)
                 self._stages.broadcast(full, source=stage)
                 weight.value.copy_(weight.shard(full))
-
-    def _send_header(self, indices: Sequence[int]) -> None:
-        """Broadcast the indices of the next weights; an empty list marks the end."""
-        header = torch.zeros(len(self.weights) + 1, dtype=torch.int64, device=self.device)
-        header[: len(indices) + 1] = torch.tensor([len(indices), *indices])
-        self._stages.broadcast(header, source=self._stages.rank)
-
-    def _receive_header(self, stage: int) -> list[int]:
-        header = torch.zeros(len(self.weights) + 1, dtype=torch.int64, device=self.device)
-        self._stages.broadcast(header, source=stage)
-        count, *indices = header.tolist()
-        return indices[:count]
 
     def _share_buffers(self) -> None:
         """Use the trained model's buffers, which some models change in forward passes."""
