@@ -14,7 +14,6 @@ from pipeline.config import (
     FrozenModelConfig,
     Generation,
     ModelUse,
-    OptimConfig,
     RowColumns,
     StepConfig,
     TrainedModelConfig,
@@ -23,21 +22,13 @@ from pipeline.config import (
 from pipeline.guards.settings import check_guards, with_defaults
 from pipeline.system.errors import require
 from step3_ppo.guard_settings import DEFAULT_GUARDS, GuardSettings, unmeasured_signals
-from step3_ppo.methods import ESTIMATOR_NEEDS, METHODS, Method
+from step3_ppo.methods import ESTIMATOR_NEEDS, LEARNING_RATES, METHODS, Method, adam
 from step3_ppo.reward_settings import (
     MODEL_KIND,
     RewardSettings,
     add_environment_source,
     read_reward_options,
 )
-
-LEARNING_RATES = {"actor": 1e-6, "critic": 9e-6}
-"""Default learning rates for full fine-tuning, by role."""
-
-
-def adam(lr: float) -> OptimConfig:
-    """Return Adam's settings for PPO (Huang et al. 2024, details 16 and 17)."""
-    return OptimConfig(lr=lr, betas=(0.9, 0.999), eps=1e-5, schedule="linear")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,6 +159,10 @@ class PPOConfig(TaskSettings, StepConfig, RewardSettings, GuardSettings):
 
     generation_batch_size: int = 64
     """Concurrent responses per process; does not affect the result."""
+
+    rollout_processes: int = 0
+    """The last processes of the job that only generate: they sample each rollout while the others
+    train on the previous one (docs/ppo.md); 0 generates and trains in turn on all processes."""
 
     inference_tp_size: int = 1
     """Tensor-parallel size for generation; must divide the number of processes and the number of
@@ -383,9 +378,11 @@ class PPOConfig(TaskSettings, StepConfig, RewardSettings, GuardSettings):
 
     def workload(self, world: int) -> Workload:
         """Return the workload of an iteration, which generates, scores and trains on responses."""
-        processes = self.parallel.num_pipelines(world)
+        training = world - self.rollout_processes
+        processes = self.parallel.num_pipelines(training)
         return Workload(
-            world=world,
+            world=training,
+            generating=self.rollout_processes,
             parallel=self.parallel,
             models=_describe_models(self),
             iteration_rows=self.rollout_size,
@@ -426,7 +423,7 @@ class PPOConfig(TaskSettings, StepConfig, RewardSettings, GuardSettings):
         for name in names:
             value = getattr(self, name)
             require(value > 0, f"ppo.{name} must be positive, got {value}")
-        for name in ("kl_coef", "dynamic_sampling", "correction_threshold"):
+        for name in ("kl_coef", "dynamic_sampling", "correction_threshold", "rollout_processes"):
             value = getattr(self, name)
             require(value >= 0, f"ppo.{name} must be at least 0, got {value}")
         require(
@@ -541,6 +538,13 @@ def _check_method(config: PPOConfig) -> None:
     _check_kl(config)
     _check_teacher(config)
     _check_overlong(config)
+    is_plain = config.parallel.pp * config.parallel.tp * config.inference_tp_size == 1
+    require(
+        config.rollout_processes == 0
+        or (is_plain and config.environment is None and config.method != "gkd"),
+        "ppo.rollout_processes supports neither ppo.environment, --method gkd, nor a parallel.pp,"
+        " parallel.tp or inference_tp_size above 1; set it to 0",
+    )
 
 
 def _check_groups(config: PPOConfig) -> None:

@@ -6,7 +6,7 @@ in `Experience.sequences`, so that no sum includes them.
 """
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -15,6 +15,7 @@ import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
+from evaluation.statistics import global_moments
 from inference.engine.requests import Response
 from pipeline.data.batches import TokenBatch, collate, pad
 from pipeline.data.examples import Encoded
@@ -396,10 +397,11 @@ def apply_overlong(
 def _compute_correction(experience: Experience, config: PPOConfig) -> Float[Tensor, "B T"] | None:
     """Return the importance weights of the tokens, or None if no correction is needed."""
     correction = config.correction
-    if correction == "auto":
+    if correction == "auto" and config.rollout_processes == 0:
         if rollout_gap(experience) <= config.correction_threshold:
             return None
         _log_correction_once(config.correction_threshold, config.correction_cap)
+    if correction == "auto":  # rollouts of other processes are off-policy by design
         correction = "truncate"
     if correction == "none":
         return None
@@ -433,15 +435,6 @@ def rollout_gap(experience: Experience) -> float:
     return total / max(1.0, count)
 
 
-def global_moments(values: Tensor, mask: Bool[Tensor, "B T"]) -> tuple[float, float]:
-    """Return the mean and the biased variance over the real tokens of all processes."""
-    real = values[mask].double()
-    total, count = current_mesh().data.sums([real.sum().item(), real.numel()])
-    mean = total / max(1.0, count)
-    (squares,) = current_mesh().data.sums([(real - mean).square().sum().item()])
-    return mean, squares / max(1.0, count)
-
-
 GAP_LIMITS = {True: (1e-3, 0.05), False: (0.05, 2.0)}
 """Limits on the mean gap and on any token's gap, in nats, by whether all weights are fp32."""
 
@@ -453,23 +446,21 @@ class OffPolicyError(RuntimeError):
     """The policy being trained differs from the one that generated the rollout."""
 
 
-def check_rollout_gap(gap: float, models: Models, *, max_gap: float = 0.0) -> None:
+def check_rollout_gap(metrics: Mapping[str, float], models: Models) -> None:
     """Stop if generation's log-probabilities are not those of the weights being trained.
 
     Rounding causes a mean gap of up to 3e-2 nats in lower precision (extreme adapter weights merged
     into bf16) and 1e-6 in fp32. A wrong merge or position shows up in the mean or at a few tokens.
 
-    Args:
-        gap: mean absolute difference in nats.
-        models: the models, whose actor generated the rollout.
-        max_gap: largest absolute difference at any token.
+    Responses of older weights (`staleness`), whose difference is no error, are not checked.
 
     Raises:
         OffPolicyError: the actor was gathered, merged or sharded incorrectly, or its model family
             gives different results in generation and training.
     """
     mean_limit, token_limit = GAP_LIMITS[_is_fp32(models)]
-    if not (gap <= mean_limit and max_gap <= token_limit):
+    gap, max_gap = metrics["rollout_gap"], metrics["rollout_gap_max"]
+    if not (metrics.get("staleness") or (gap <= mean_limit and max_gap <= token_limit)):
         raise OffPolicyError(
             f"log-probabilities of generation and training differ by {gap:.2g} nats per token on"
             f" average and by up to {max_gap:.2g}, above the limits of {mean_limit} and"

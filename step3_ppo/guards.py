@@ -1,9 +1,9 @@
 """Values and messages of the guards' signals for an iteration."""
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from evaluation.statistics import fitted_change, slope_in_errors
 from pipeline.guards.guards import Metrics, Signals, significant_decrease
 from pipeline.guards.settings import Guard
 
@@ -125,28 +125,3 @@ def _get_remedy(metrics: Metrics, *, has_eos_penalty: bool) -> str:
         return "the environment failed in the other episodes; see reward_failures"
     or_score = ", or lower ppo.missing_eos_score" if has_eos_penalty else ""
     return f"raise {' or '.join(reached) or 'ppo.max_new_tokens'}{or_score}"
-
-
-def slope_in_errors(values: Sequence[float], errors: Sequence[float]) -> float:
-    """Return the slope of the least-squares line through equally spaced means, in standard errors.
-
-    With centered positions t: slope = sum(t y) / sum(t^2), with variance sum(t^2 e^2) / sum(t^2)^2,
-    where e are the standard errors. If these are all 0, a nonzero slope becomes infinite.
-    """
-    positions = _centered_positions(len(values))
-    rise = math.fsum(t * y for t, y in zip(positions, values, strict=True))
-    error = math.sqrt(math.fsum((t * e) ** 2 for t, e in zip(positions, errors, strict=True)))
-    if error == 0:
-        return 0.0 if rise == 0 else math.copysign(math.inf, rise)
-    return rise / error
-
-
-def fitted_change(values: Sequence[float]) -> float:
-    """Return how much the least-squares line through equally spaced values rises in total."""
-    positions = _centered_positions(len(values))
-    slope = math.fsum(t * y for t, y in zip(positions, values, strict=True))
-    return slope / math.fsum(t * t for t in positions) * (len(values) - 1)
-
-
-def _centered_positions(count: int) -> list[float]:
-    return [index - (count - 1) / 2 for index in range(count)]

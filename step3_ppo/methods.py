@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal
 
+from pipeline.config import OptimConfig
+
 _GroupMethod = Literal["grpo", "grpo_2024", "dr_grpo", "dapo", "gspo", "cispo", "rloo"]
 Method = Literal["ppo", _GroupMethod, "reinforce_pp", "raft", "distill", "gkd"]
 """Names of the methods; those of `_GroupMethod` compare the responses to a prompt."""
@@ -36,6 +38,15 @@ ESTIMATOR_NEEDS = {
     "best": EstimatorNeeds(group=True),
 }
 """Requirements of each `advantage`; the functions are in `step3_ppo.advantages`."""
+
+
+LEARNING_RATES = {"actor": 1e-6, "critic": 9e-6}
+"""Default learning rates for full fine-tuning, by role."""
+
+
+def adam(lr: float) -> OptimConfig:
+    """Return Adam's settings for PPO (Huang et al. 2024, details 16 and 17)."""
+    return OptimConfig(lr=lr, betas=(0.9, 0.999), eps=1e-5, schedule="linear")
 
 
 def _row(**settings: Any) -> Mapping[str, Any]:  # noqa: ANN401

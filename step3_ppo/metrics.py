@@ -9,14 +9,14 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from evaluation.statistics import global_moments, standard_error
 from inference.engine.requests import Response, repeated_trigrams
 from pipeline.parallel.mesh import current_mesh
 from step3_ppo.advantages import all_equal, group_std
 from step3_ppo.config import PPOConfig
 from step3_ppo.episodes import EpisodeResponse
-from step3_ppo.experience import Experience, Rollout, global_moments
+from step3_ppo.experience import Experience, Rollout
 from step3_ppo.losses import k3
-from step3_ppo.rewards import standard_error
 
 
 def rollout_statistics(

@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 from jaxtyping import Float
 from peft import PeftModel
@@ -18,6 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from evaluation.held_out import Prompt
 from inference.engine.requests import Response
 from inference.hybrid_engine import HybridEngine
+from inference.remote import RemoteGenerator, serve_requests
 from pipeline.config import FrozenModelConfig, Kernels, ParallelConfig, TrainedModelConfig
 from pipeline.data.batches import TokenBatch, local_micro_batches, prompt_units
 from pipeline.data.chat.chat_format import ChatFormat, Messages
@@ -34,7 +35,7 @@ from pipeline.models.forward.forward import (
     set_fp32_logits,
 )
 from pipeline.models.forward.scores import require_score, response_scores
-from pipeline.models.hf.chat import decode_response, require_same_chat, same_chat_format
+from pipeline.models.hf.chat import decode_response, load_chat, require_same_chat, same_chat_format
 from pipeline.models.hf.export import set_stop_tokens
 from pipeline.models.hf.load import add_tokens, load_causal_lm, load_classifier, load_tokenizer
 from pipeline.models.parallel.stages import StageModule
@@ -48,7 +49,7 @@ from pipeline.models.passes import (
 )
 from pipeline.models.trained import prepare_classifier
 from pipeline.parallel.device import local_device
-from pipeline.parallel.mesh import current_mesh
+from pipeline.parallel.mesh import RolloutGroups, current_mesh
 from pipeline.system.errors import ConfigError, ModelError
 from step3_ppo.config import PPOConfig
 from step3_ppo.episodes import EpisodeResponse
@@ -237,6 +238,8 @@ class Models:
     """The actor's passes over micro-batches."""
     value_passes: Passes | None
     """The critic's passes over micro-batches; None without a critic."""
+    remote: RemoteGenerator | None = None
+    """The processes that sample rollouts; None if this process does."""
 
     @property
     def shares_prompts(self) -> bool:
@@ -280,6 +283,7 @@ def load_models(
     *,
     iterations: int,
     sources: RewardSources | None = None,
+    remote: RemoteGenerator | None = None,
 ) -> Models:
     """Load the models for `iterations` rollouts; `sources` are created from `config` by default.
 
@@ -326,6 +330,7 @@ def load_models(
         chat=chat,
         policy_passes=policy_passes,
         value_passes=value_passes,
+        remote=remote,
     )
 
 
@@ -441,6 +446,25 @@ def load_reference(
         name=role,
     )
     return Reference(engine, passes)
+
+
+def sampling_options(chat: ChatFormat, config: PPOConfig) -> dict[str, Any]:
+    """Return the arguments of `generate` for responses to train on."""
+    return {
+        "max_new_tokens": config.max_new_tokens,
+        "temperature": config.temperature,
+        "stop_ids": chat.stop_ids,
+        "seed": config.seed,
+        "batch_size": config.generation_batch_size,
+    }
+
+
+def serve_rollouts(config: PPOConfig, groups: RolloutGroups) -> None:
+    """Sample responses for the training processes until they end, as `serve_requests` does."""
+    chat = load_chat(config.actor, config.data)
+    actor = load_causal_lm(config.actor, device=local_device(), seed=config.seed)
+    add_tokens(actor, chat.tokenizer, seed=config.seed)
+    serve_requests(actor, groups, group_size=config.group_size, **sampling_options(chat, config))
 
 
 def split_micro_batches(

@@ -12,6 +12,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from evaluation.statistics import global_moments, standard_error
 from inference.engine.requests import Response
 from pipeline.data.batches import collate_or_empty
 from pipeline.parallel.device import local_device
@@ -113,11 +114,8 @@ def measure_scores(
             num_responses,
         )
         stopped = torch.ones_like(stopped)
-    finished = score[stopped]
-    total, count = current_mesh().data.sums([finished.sum().item(), len(finished)])
-    mean = total / count
-    (squares,) = current_mesh().data.sums([(finished - mean).square().sum().item()])
-    std = math.sqrt(squares / count)
+    mean, variance = global_moments(score, stopped)
+    std = math.sqrt(variance)
     return [mean, std if std > 1e-6 * max(1.0, abs(mean)) else 1.0]
 
 
@@ -260,28 +258,3 @@ def check_source_failures(
         },
         max_failures=config.max_reward_failures,
     )
-
-
-def standard_error(values: Float[Tensor, " B"], *, group_size: int) -> float:
-    """Return the standard error of the mean of the known values, over all processes.
-
-    Responses to the same prompt are not independent, so prompts are the clusters (Liang and Zeger
-    1986, with the factor G / (G - 1) for G prompts). For n values x_i with mean m, the result is
-    sqrt(sum_g (sum_i (x_i - m))^2 G / (G - 1)) / n; with one response per prompt, std / sqrt(n).
-
-    Args:
-        values: value of each response; NaN if unknown.
-        group_size: responses per prompt.
-    """
-    grouped = values.double().view(-1, group_size)
-    known = ~grouped.isnan()
-    counts = known.sum(dim=1).double()
-    sums = grouped.nan_to_num(nan=0.0).sum(dim=1)
-    n, total, prompts = current_mesh().data.sums(
-        [counts.sum().item(), sums.sum().item(), float((counts > 0).sum().item())]
-    )
-    if prompts < 2:
-        return 0.0
-    mean = total / n
-    (squares,) = current_mesh().data.sums([(sums - counts * mean).square().sum().item()])
-    return (squares * prompts / (prompts - 1)) ** 0.5 / n

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from evaluation.held_out import Prompt, encode_prompts
 from inference.engine.requests import Response
-from inference.generation import generate
+from inference.generation import KeyedPrompt, generate
 from pipeline.data.batches import RowStream
 from pipeline.data.chat.chat_format import ChatFormat
 from pipeline.data.examples import Example
@@ -29,7 +29,7 @@ from step3_ppo.config import PPOConfig
 from step3_ppo.episodes import OnResponse, run_shared_episodes
 from step3_ppo.experience import apply_overlong
 from step3_ppo.metrics import episode_statistics
-from step3_ppo.models import Models
+from step3_ppo.models import Models, sampling_options
 from step3_ppo.reward_sources import ResponseSubmitter
 from step3_ppo.rewards import compute_raw_scores, compute_rewards
 
@@ -52,10 +52,18 @@ class PromptBatch:
     keys: list[int]
     """Sampling key of each response, unique within the run."""
 
+    number: int
+    """Identifies the batch in the run, the same on all processes."""
+
     @property
     def inputs(self) -> list[list[int]]:
         """Token ids of each response's prompt."""
         return [prompt.input_ids for prompt in self.prompts]
+
+    @property
+    def keyed(self) -> list[KeyedPrompt]:
+        """Token ids of each response's prompt, and its key."""
+        return list(zip(map(tuple, self.inputs), self.keys, strict=True))
 
 
 ATTEMPT_KEYS = 2**40
@@ -98,6 +106,13 @@ class Prompts:
         rows = self.stream.next_rows(len(groups))
         return self._make_batch(rows, groups, position, attempt=self.attempt)
 
+    def peek_batch(self) -> PromptBatch:
+        """Return the batch that `next_batch` will return next."""
+        position = self.stream.position
+        batch = self.next_batch()
+        self.stream.position = position
+        return batch
+
     def first_batch(self) -> PromptBatch:
         """Return the prompts of the first iteration without advancing the stream."""
         stream = self.stream
@@ -136,6 +151,7 @@ class Prompts:
             prompts=[self.train[rows[i]] for i in local for _ in range(size)],
             rows=[rows[i] for i in local],
             keys=[first_key + i * size + sample for i in local for sample in range(size)],
+            number=first_key,
         )
 
 
@@ -229,18 +245,16 @@ def generate_responses(
 
     `on_response` is called with (prompt index, response) as each response ends.
     """
+    options = sampling_options(models.chat, config)
     with models.hybrid_engine.generating() as actor:
-        return generate(
-            actor,
-            prompts,
-            max_new_tokens=config.max_new_tokens,
-            temperature=config.temperature,
-            stop_ids=models.chat.stop_ids,
-            seed=config.seed,
-            keys=keys,
-            batch_size=config.generation_batch_size,
-            on_response=on_response,
-        )
+        return generate(actor, prompts, keys=keys, on_response=on_response, **options)
+
+
+def request_next(models: Models, prompts: Prompts, *, is_last: bool) -> None:
+    """Request the next rollout, if there is one, from the processes that only generate, if any."""
+    if models.remote is not None and not is_last and not prompts.all_solved:
+        batch = prompts.peek_batch()
+        models.remote.request(models.hybrid_engine, batch.keyed, batch=batch.number)
 
 
 @dataclass(frozen=True)
@@ -280,9 +294,10 @@ def sample_rollout(models: Models, prompts: Prompts, config: PPOConfig) -> Sampl
         demonstrations = [prompts.demonstrations[row] for row in rows]
         return SampledRollout(list(batch.inputs), demonstrations, {"on_policy": 0.0})
     inputs, responses = list(batch.inputs), sample_and_submit(models, batch, config)
+    origin = {} if models.remote is None else models.remote.metrics()
     if config.dynamic_sampling == 0 and config.drop_solved is None:
         metrics = {"on_policy": 1.0} if config.uses_demonstrations else {}
-        metrics |= episode_statistics(responses, config)
+        metrics |= episode_statistics(responses, config) | origin
         return SampledRollout(inputs, responses, metrics)
     rewards = models.sources.results()
     prompts.drop_solved(batch, rewards, config)
@@ -304,7 +319,7 @@ def sample_rollout(models: Models, prompts: Prompts, config: PPOConfig) -> Sampl
             config.prompts_per_rollout,
             refills,
         )
-    metrics = episode_statistics(responses, config)
+    metrics = episode_statistics(responses, config) | origin
     metrics |= {"refills": float(refills)} if config.dynamic_sampling else {}
     if config.drop_solved is not None:
         metrics["solved_prompts"] = float(len(prompts.stream.dropped))
@@ -350,6 +365,10 @@ def sample_responses(
     models: Models, batch: PromptBatch, config: PPOConfig, *, on_response: OnResponse | None = None
 ) -> list[Response]:
     """Sample the actor's responses to a batch, or its episodes, with the batch's keys."""
+    if models.remote is not None:
+        return models.remote.generate(
+            models.hybrid_engine, batch.keyed, batch=batch.number, on_response=on_response
+        )
     environments = models.sources.environments
     if environments is None:
         return generate_responses(

@@ -13,9 +13,11 @@ if __name__ == "__main__":
 
 import logging
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
+from inference.remote import RemoteGenerator
 from pipeline.cli.options import run_main
 from pipeline.data.chat.chat_format import ChatFormat
 from pipeline.engine.checkpoint.parts import BestWeights
@@ -33,10 +35,10 @@ from step3_ppo.evaluate import Evaluator
 from step3_ppo.experience import check_rollout_gap, compute_advantages, score_responses
 from step3_ppo.guards import RLSignals
 from step3_ppo.metrics import rollout_statistics
-from step3_ppo.models import Models, load_models
+from step3_ppo.models import Models, load_models, serve_rollouts
 from step3_ppo.reward_sources import RewardSources
 from step3_ppo.rewards import compute_rewards, measure_scores
-from step3_ppo.rollout import Prompts, load_prompts, sample_responses, sample_rollout
+from step3_ppo.rollout import Prompts, load_prompts, request_next, sample_responses, sample_rollout
 from step3_ppo.update import Ema, PtxStream, open_ptx, pretrain_critic, update_policy
 
 logger = logging.getLogger(__name__)
@@ -72,6 +74,7 @@ def set_up(
     prompts: Prompts,
     run: Run,
     sources: RewardSources,
+    remote: RemoteGenerator | None,
 ) -> Setup:
     """Load the models and, with `resume`, an earlier run's state; evaluate the initial actor.
 
@@ -80,7 +83,7 @@ def set_up(
         ConfigError: the models don't support a setting, or processes have different files.
     """
     sources.check_same_files(run.mesh.world)
-    models = load_models(config, chat, iterations=run.total_steps, sources=sources)
+    models = load_models(config, chat, iterations=run.total_steps, sources=sources, remote=remote)
     if models.reward is not None and models.reward.text is not None:
         models.reward.text.register_prompts((*prompts.train, *prompts.held_out))
     evaluator = Evaluator(models, prompts.held_out, config, total_steps=run.total_steps)
@@ -99,6 +102,7 @@ def set_up(
             "best": evaluator.best,
             "guards": guards,
             "rewards": None if sources.is_empty else sources,
+            "rollout": remote,
         },
         tokenizer=chat.tokenizer,
         data=prompts.fingerprint,
@@ -146,15 +150,19 @@ def normalize_scores(
 def train(config: PPOConfig) -> Path:
     """Train the actor and return the output directory."""
     mesh = current_mesh()
+    if mesh.rollout is not None and mesh.rollout.generates:
+        serve_rollouts(config, mesh.rollout)
+        return config.output_dir
     seed_generators(config.seed + mesh.data.rank)
     chat = load_chat(config.actor, config.data)
     prompts = load_prompts(chat, config)
     total_steps = prompts.stream.num_steps(config.epochs, config.max_steps)
     with (
+        nullcontext() if mesh.rollout is None else RemoteGenerator(mesh.rollout) as remote,
         Run(config, name=config.step_name, total_steps=total_steps, mesh=mesh) as run,
         RewardSources(config) as sources,
     ):
-        ppo = set_up(config, chat, prompts, run, sources)
+        ppo = set_up(config, chat, prompts, run, sources, remote)
         with exporting_best(run, ppo.evaluator.best, ppo.export_actor, actor=config.actor):
             for step in ppo.checkpoints.steps(should_stop=lambda: ppo.is_done):
                 metrics = iterate(ppo, config, run, step=step)
@@ -174,6 +182,7 @@ def iterate(ppo: Setup, config: PPOConfig, run: Run, *, step: int) -> dict[str, 
     """
     models, clock = ppo.models, Clock()
     sampled = sample_rollout(models, ppo.prompts, config)
+    request_next(models, ppo.prompts, is_last=step == run.total_steps)
     clock.end("generation")
     inputs = models, sampled.inputs, sampled.responses, config
     kl_coef = config.kl_weight * 2.0**ppo.guards.rollbacks
@@ -189,12 +198,12 @@ def iterate(ppo: Setup, config: PPOConfig, run: Run, *, step: int) -> dict[str, 
         experience, rewards.reward, config, kl_coef=kl_coef, counted=rewards.known
     )
     score = rollout.reward_score if config.is_distillation else rewards.score
-    metrics = rollout_statistics(rollout, score) | sampled.metrics
+    metrics = models.hybrid_engine.metrics() | rollout_statistics(rollout, score) | sampled.metrics
     if config.method == "distill":  # otherwise, `kl` is relative to the initial actor
         metrics["reverse_kl"] = metrics.pop("kl") / metrics["response_length"]
     metrics |= rewards.metrics(group_size=config.group_size)
     check_finite(f"of the rollout of iteration {step}", metrics)
-    check_rollout_gap(metrics["rollout_gap"], models, max_gap=metrics["rollout_gap_max"])
+    check_rollout_gap(metrics, models)
     clock.end("experience")
 
     updates = update_policy(
@@ -204,8 +213,7 @@ def iterate(ppo: Setup, config: PPOConfig, run: Run, *, step: int) -> dict[str, 
     metrics |= updates.metrics() | {"kl_coef": kl_coef}
     if config.method == "gkd":
         metrics["score"] = -metrics["reverse_kl"] * metrics["response_length"]
-    timing = models.hybrid_engine.metrics() | clock.metrics()
-    run.log(step, tokens=updates.tokens, **metrics, **timing)
+    run.log(step, tokens=updates.tokens, **metrics, **clock.metrics())
     return metrics
 
 

@@ -52,7 +52,7 @@ INFERENCE_LAYERS = (
     {"engine"},
     {"replica", "generation"},
     {"hybrid_engine", "conversation", "responses"},
-    {"chat", "serve"},
+    {"chat", "serve", "remote"},
 )
 """The layers of `inference`."""
 

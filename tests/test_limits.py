@@ -113,6 +113,8 @@ CONTRADICTIONS: list[tuple[type, dict[str, Any], str]] = [
     (PPOConfig, {**GROUP, **BUFFER, "overlong": "mask"}, "ppo.overlong mask excludes"),
     (PPOConfig, {**GROUP, "advantage": "dr_grpo", "group_size": 1}, "group_size to 2 or more"),
     (PPOConfig, {"dynamic_sampling": 2, "group_size": 1}, "ppo.dynamic_sampling"),
+    (PPOConfig, {"rollout_processes": 1, "inference_tp_size": 2}, "ppo.rollout_processes"),
+    (PPOConfig, {"rollout_processes": 1, **GAME}, "ppo.rollout_processes supports neither"),
     (PPOConfig, {"drop_solved": 0.9}, "ppo.drop_solved 0.9 must"),
     (PPOConfig, {**GROUP, "loss": "cispo", "dual_clip": 3.0}, "dual_clip bounds a clipped loss"),
     (PPOConfig, {"advantage": "rloo", "group_size": 2, "gamma": 0.9}, "ppo.gamma"),

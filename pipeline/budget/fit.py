@@ -66,13 +66,31 @@ def find_shortage(memory: StepMemory, machine: Machine) -> Shortage | None:
     shortages: list[Shortage] = []
     for phase in memory.phases:
         minimum = phase.at_minimum()
-        device, host = minimum.peak("device"), minimum.peak("host")
+        device = minimum.peak("device")
         if machine.gpu_bytes is not None and device > machine.gpu_bytes:
             shortages.append(Shortage(phase, "each GPU", device, machine.gpu_bytes))
-        host_total = machine.processes * (host if machine.has_gpu else device + host)
+        host_total = _machine_bytes(phase, memory, machine)
         if machine.host_bytes is not None and host_total > machine.host_bytes:
             shortages.append(Shortage(phase, "each machine", host_total, machine.host_bytes))
     return max(shortages, key=lambda item: item.needed - item.available, default=None)
+
+
+def _machine_bytes(phase: Phase, memory: StepMemory, machine: Machine) -> int:
+    """Return the minimum host memory of a machine's processes while `phase` takes place.
+
+    Processes that only generate run at the same time as the largest of the other phases.
+    """
+
+    def process_bytes(phase: Phase) -> int:
+        host = phase.at_minimum().peak("host")
+        return host if machine.has_gpu else phase.at_minimum().peak("device") + host
+
+    is_rollout = phase.name == "rollouts"
+    count = memory.generating if is_rollout else machine.world - memory.generating
+    count = min(count, machine.processes)
+    others = (other for other in memory.phases if (other.name == "rollouts") != is_rollout)
+    other_bytes = max(map(process_bytes, others), default=0)
+    return count * process_bytes(phase) + (machine.processes - count) * other_bytes
 
 
 def check_memory(config: StepConfig) -> None:
@@ -180,7 +198,7 @@ def choose_settings(
     estimate = partial(step_memory, machine=machine, origins=origins)
     try:
         start = replace_settings(config, without_given(fastest))
-        start.parallel.check(machine.world)
+        start.check_processes(machine.world)
     except ConfigError:  # contradicts a given setting
         fastest, start = {}, config
     for offloads in (False, True):  # shard before offloading
@@ -261,7 +279,7 @@ def merge_until_fit(
     def fits(settings: Settings) -> bool:
         try:
             candidate = replace_settings(config, settings)
-            candidate.parallel.check(machine.world)
+            candidate.check_processes(machine.world)
             return find_shortage(estimate(candidate), machine) is None
         except (ConfigError, ModelError):  # contradict other settings or the model family
             return False

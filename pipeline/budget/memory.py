@@ -17,6 +17,9 @@ from pipeline.config import Generation, StepConfig, Workload
 Location = Literal["device", "host", "disk"]
 """Location of memory: the compute device, host memory next to a GPU, or a file."""
 
+PhaseName = Literal["train", "generate", "rollouts"]
+"""A part of a step; `rollouts` takes place on processes that only generate."""
+
 TITLES: Mapping[Location, str] = {"device": "", "host": "  in host memory", "disk": "  on disk"}
 
 TRANSIENT = ("gradient_buffers", "gathered", "activations", "logits", "kv_cache")
@@ -68,7 +71,7 @@ class Item:
 class Phase:
     """A part of a step."""
 
-    name: Literal["train", "generate"]
+    name: PhaseName
     items: tuple[Item, ...]
 
     def bytes_by_kind(self, location: Location) -> Mapping[str, int]:
@@ -103,6 +106,9 @@ class StepMemory:
     parameters: Mapping[str, int] = field(default_factory=dict[str, int])
     """Parameters of each model by role, including adapters."""
 
+    generating: int = 0
+    """Processes that only generate, in the phase `rollouts`; the others are in the other phases."""
+
     def peak(self, location: Location) -> int:
         """Return the maximum bytes over all phases."""
         return max((phase.peak(location) for phase in self.phases), default=0)
@@ -136,9 +142,11 @@ def step_memory(
         phases.append(_make_phase("generate", items, machine))
     if work.generates_first:
         phases.reverse()
-    return StepMemory(
-        tuple(phases), tuple(unknown), {model.role: model.parameters for model in models}
-    )
+    if (rollouts := work.rollouts) is not None and rollouts.role in by_role:
+        items = by_role[rollouts.role].rollouts(rollouts)
+        phases.append(_make_phase("rollouts", items, machine))
+    parameters = {model.role: model.parameters for model in models}
+    return StepMemory(tuple(phases), tuple(unknown), parameters, work.generating)
 
 
 class _ModelMemory:
@@ -268,6 +276,11 @@ class _ModelMemory:
         if is_sharded or merges or reshards:
             yield Item("replica", shape.merged_bytes / generation.tensor_parallel)
 
+    def rollouts(self, generation: Generation) -> Iterator[Item]:
+        """Yield the memory of a process that only generates."""
+        yield Item("weights", self.model.shape.merged_bytes)
+        yield from self.responses(generation)
+
     def responses(self, generation: Generation) -> Iterator[Item]:
         """Yield the cache, the logits to sample from, and the activations of a prompt pass."""
         shape = self.model.shape
@@ -293,9 +306,7 @@ class _ModelMemory:
         yield Item("activations", tokens * shape.saved_elements * shape.itemsize)
 
 
-def _make_phase(
-    name: Literal["train", "generate"], items: Iterable[Item], machine: Machine
-) -> Phase:
+def _make_phase(name: PhaseName, items: Iterable[Item], machine: Machine) -> Phase:
     """Build a phase from its items, adding the runtime and the allocator's slack."""
     items = [item for item in items if item.num_bytes]
     items.append(Item("runtime", RUNTIME_CPU, "host" if machine.has_gpu else "device"))
@@ -362,12 +373,17 @@ def memory_summary(memory: StepMemory, machine: Machine) -> str:
     """Describe the memory of the largest phase, at its minimum if it doesn't fit otherwise."""
     available = machine.gpu_bytes or (machine.host_bytes or 0) // machine.processes
     phases = [p if p.peak("device") <= available else p.at_minimum() for p in memory.phases]
+    rollouts = [phase for phase in phases if phase.name == "rollouts"]
+    phases = [phase for phase in phases if phase not in rollouts]
     largest = max(phases, key=lambda phase: phase.peak("device"))
     (needed,) = format_bytes(largest.peak("device"))
     suffix = " plus uncounted parts" if memory.unknown else ""
     host = max(phase.peak("host") for phase in phases)
     host_part = f", {format_bytes(host)[0]} of host memory" if host and machine.has_gpu else ""
     scope = "on each GPU" if machine.has_gpu else "in each process"
+    for phase in rollouts:
+        (needed_alone,) = format_bytes(phase.peak("device"))
+        suffix += f"; {needed_alone} in each of {memory.generating} that only generate"
     return f"about {needed} {scope} (to {largest.name}){host_part}{suffix}"
 
 

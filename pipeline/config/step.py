@@ -7,7 +7,7 @@ import importlib.util
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Literal
 from pipeline.config.data import DataConfig, RowColumns, RowShare
 from pipeline.config.model import FrozenModelConfig, TrainedModelConfig
 from pipeline.config.parallel import ParallelConfig
-from pipeline.system.errors import require
+from pipeline.system.errors import counted, require
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +107,7 @@ class Workload:
     """A step's workload on its busiest process."""
 
     world: int
-    """Number of processes."""
+    """Number of processes that train."""
 
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     """How the processes are divided."""
@@ -142,6 +142,17 @@ class Workload:
 
     compares_logits: bool = False
     """Whether the loss compares all logits with those of the frozen model."""
+
+    generating: int = 0
+    """Processes that only generate, in addition to the `world`."""
+
+    @property
+    def rollouts(self) -> Generation | None:
+        """The responses of a process that only generates; None if there is no such process."""
+        if self.generating == 0 or self.generation is None:
+            return None
+        prompts = -(-self.data_rows // self.generating)
+        return replace(self.generation, count=prompts * self.generation.group_size)
 
     @property
     def data_rows(self) -> int:
@@ -381,7 +392,23 @@ class StepConfig(ABC):
 
     @abstractmethod
     def workload(self, world: int) -> Workload:
-        """Return the step's workload on each process."""
+        """Return the step's workload on each of a job's `world` processes."""
+
+    def check_processes(self, world: int, *, section: str = "") -> None:
+        """Check that a job's `world` processes can be divided as the settings require.
+
+        `section` is the prefix of the settings on the command line; empty for a step's own command.
+
+        Raises:
+            ConfigError: the processes can't be divided, or all of them would only generate.
+        """
+        work, prefix = self.workload(world), f"{section}." if section else ""
+        require(
+            work.world > 0,
+            f"{prefix}rollout_processes {work.generating} leaves none of the"
+            f" {counted(world, 'process')} to train; lower it, or start more processes",
+        )
+        self.parallel.check(work.world, section=section)
 
     def require_trackers(self) -> None:
         """Raise ConfigError if the package of a tracker is not installed."""

@@ -120,7 +120,8 @@ class Group:
         """Broadcast `tensor` from rank `source`, in place."""
         if self.process_group is not None:
             self._enter_collective("broadcast", "", tensor.nbytes)
-            dist.broadcast(tensor, src=self.ranks[source], group=self.process_group)
+            with POSITION.waiting(self.other_ranks):
+                dist.broadcast(tensor, src=self.ranks[source], group=self.process_group)
 
     def shard(self, items: Sequence[T]) -> list[T]:
         """Return this process's share of the items: every `size`-th one, starting at `rank`."""

@@ -1,7 +1,7 @@
 """The mesh of processes: the only module that maps ranks.
 
 Functions call `current_mesh()`; objects that outlive a call are passed their group. `mesh.world` is
-for the whole job: files, logs, liveness, barriers. `mesh.data` is for one model: its shards, its
+for all processes that train: files, logs, barriers. `mesh.data` is for one model: its shards, its
 batch, sums over the batch. `split_mesh` divides the processes once per job.
 """
 
@@ -19,8 +19,25 @@ from pipeline.system.errors import require
 TIMEOUT_MARGIN_SECONDS = 30
 """Seconds by which PyTorch's timeout exceeds the watchdog's, which can name a process."""
 
+WAIT_SECONDS = 7 * 86_400.0
+"""Timeout of collectives between processes that train and processes that only generate."""
+
 CONNECTIONS_PER_SECOND = 64
 """Conservative estimate of the number of processes that connect per second."""
+
+
+@dataclass(frozen=True)
+class RolloutGroups:
+    """Groups that connect the processes that train with those that only generate."""
+
+    job: Group
+    """All processes of the job; the last ones generate."""
+
+    weights: Group
+    """The first training process and those that generate; each other process is alone."""
+
+    generates: bool
+    """Whether this process only generates."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +45,7 @@ class Mesh:
     """The processes of a job along each axis."""
 
     world: Group
-    """All processes of the job."""
+    """All processes of the job, or those that train if others only generate (and vice versa)."""
 
     data: Group
     """Processes that train the same model, each on its share of a batch; they shard its states, all
@@ -45,10 +62,18 @@ class Mesh:
     """Processes that together have a copy of a model: the pipeline stages, each with the processes
     of `tensor`, in order."""
 
+    rollout: RolloutGroups | None = None
+    """Groups for rollouts on separate processes; None if all processes train."""
+
     @property
     def is_main(self) -> bool:
         """True on the process that writes files and prints."""
-        return self.world.rank == 0
+        return self.world.global_rank == 0
+
+    @property
+    def same_collectives(self) -> bool:
+        """Whether all processes of the job run the same collectives."""
+        return self.stages.size == 1 and self.rollout is None
 
     @property
     def shape(self) -> dict[str, int]:
@@ -99,7 +124,7 @@ _meshes: list[Mesh] = []
 
 @contextmanager
 def split_mesh(
-    *, replicas: int, pp: int = 1, tp: int = 1, timeout_seconds: float
+    *, replicas: int, pp: int = 1, tp: int = 1, generating: int = 0, timeout_seconds: float
 ) -> Iterator[Mesh]:
     """Context manager that divides the processes of the job. A collective.
 
@@ -108,12 +133,18 @@ def split_mesh(
             processes of a machine.
         pp: pipeline stages; the first 1/pp of the processes have the first stage.
         tp: tensor-parallel size; the processes of a group are adjacent in rank.
+        generating: number of processes, the last ones, that only generate; the axes contain the
+            others.
         timeout_seconds: time that a process may keep the others waiting.
 
     Raises:
         ConfigError: the number of processes is not a multiple of replicas * pp * tp.
     """
     mesh = current_mesh()
+    if generating > 0:
+        mesh = _set_apart(mesh.world, generating, timeout_seconds)
+    if mesh.rollout is not None and mesh.rollout.generates:
+        replicas = pp = tp = 1
     world_size = mesh.world.size
     require(
         world_size % (pp * tp * replicas) == 0,
@@ -147,6 +178,23 @@ def split_mesh(
         yield mesh
     finally:
         _meshes.pop()
+
+
+def _set_apart(job: Group, generating: int, timeout_seconds: float) -> Mesh:
+    """Return the mesh of this process if the last `generating` processes only generate.
+
+    The two kinds wait for each other for as long as the slower one takes. The watchdog, not a
+    timeout of their collectives, finds a process that hangs.
+    """
+    training = job.size - generating
+    generators = range(training, job.size)
+    # Each process creates three groups: PyTorch's names of groups contain their number.
+    world = new_subgroup([range(training), generators], timeout_seconds=timeout_seconds)
+    everyone = new_subgroup([range(job.size)], timeout_seconds=WAIT_SECONDS)
+    others = [[rank] for rank in range(1, training)]
+    rows = [[0, *generators], *others]
+    weights = new_subgroup(rows, timeout_seconds=WAIT_SECONDS, is_tracked=False)
+    return Mesh(world, world, rollout=RolloutGroups(everyone, weights, job.rank in generators))
 
 
 def new_pipeline_group(

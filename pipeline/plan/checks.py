@@ -135,8 +135,8 @@ def _check_trackers(plan: Plan, stage: Stage) -> None:
 def _check_processes(plan: Plan, stage: Stage) -> None:
     """Check that the parallel sizes divide the processes, and that each one gets a prompt."""
     settings: Any = plan.configs[stage.name]
-    world = plan.machine.world
-    settings.parallel.check(world, section=stage.prefix)
+    settings.check_processes(plan.machine.world, section=stage.prefix)
+    world = settings.workload(plan.machine.world).world
     rollout, tp_size = (getattr(settings, f"{n}_size", None) for n in ("rollout", "inference_tp"))
     group = getattr(settings, "group_size", 1)
     in_groups = f" in groups of {group}" if group > 1 else ""

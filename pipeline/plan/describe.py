@@ -113,7 +113,11 @@ def estimate(plan: Plan, stage: Stage, preview: Preview, flops: float) -> float 
     seconds += steps * sum(forward(model, rows, times=model.use.scoring_passes) for model in models)
     if work.generates_first:  # greedy and sampled before and after; the base only sampled
         full_evaluations = 4 + any(model.use.comparison_only for model in models)
-        seconds += steps * generate(rows, group) + full_evaluations * generate(held_out)
+        if work.rollouts is None:
+            seconds += steps * generate(rows, group)
+        else:  # at the same time as training
+            seconds = max(seconds, STARTUP_SECONDS + steps * generate(work.rollouts.count, group))
+        seconds += full_evaluations * generate(held_out)
         return seconds + evaluations * generate(min(rows, held_out))
     seconds += (1 + evaluations) * forward(trained[0], held_out)
     return seconds + (generate(generation.count) if generation is not None else 0.0)

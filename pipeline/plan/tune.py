@@ -169,7 +169,7 @@ class _StepTuner:
         machine, checks_memory = self.plan.machine, self.plan.request.plan != "off"
         try:
             config = with_trial_models(replace_settings(self._config, settings), self.plan)
-            config.parallel.check(machine.world)
+            config.check_processes(machine.world)
         except ConfigError:
             return 0.0
         if checks_memory and find_shortage(step_memory(config, machine=machine), machine):

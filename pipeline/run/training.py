@@ -54,13 +54,18 @@ def run_step(config_class: type[C], train: Callable[[C], object], argv: Sequence
     config = parse_step(config_class, argv)
     use_expandable_segments()
     set_compute_threads(config.threads)
-    config.parallel.check(launched.world_size())
+    config.check_processes(launched.world_size())
     check_memory(config)
     parallel, timeout = config.parallel, config.timeout_seconds
+    generating = config.workload(launched.world_size()).generating
     with (
         process_group(watch_processes, timeout),
         split_mesh(
-            replicas=parallel.replicas, pp=parallel.pp, tp=parallel.tp, timeout_seconds=timeout
+            replicas=parallel.replicas,
+            pp=parallel.pp,
+            tp=parallel.tp,
+            generating=generating,
+            timeout_seconds=timeout,
         ) as mesh,
         gpu_numerics(tf32=config.tf32, deterministic=config.is_deterministic),
     ):

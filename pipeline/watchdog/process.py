@@ -110,7 +110,7 @@ class Heartbeat(NamedTuple):
     """Whether the process exited normally."""
 
     awaited_ranks: tuple[int, ...] = ()
-    """Ranks that the process waits for; only reported by pipelines with several stages."""
+    """Ranks that the process waits for; only reported if processes run different collectives."""
 
     def describe(self) -> str:
         """Describe the position of the process in a clause."""
@@ -191,10 +191,10 @@ def find_straggler(heartbeats: Mapping[int, Heartbeat], timeout: float) -> Failu
     return Failure(rank, message, 1, stacks=True)
 
 
-def find_hanging_stage(heartbeats: Mapping[int, Heartbeat], timeout: float) -> Failure | None:
-    """Report the last process in a chain of waiting pipeline processes, if it hangs.
+def find_hanging_process(heartbeats: Mapping[int, Heartbeat], timeout: float) -> Failure | None:
+    """Report the last process in a chain of processes that wait for each other, if it hangs.
 
-    The first process of the chain must have waited for `timeout` seconds.
+    The first and the last process of the chain must have made no progress for `timeout` seconds.
     """
     waiting = {rank: beat for rank, beat in heartbeats.items() if beat.awaited_ranks}
     first = max(waiting, key=lambda rank: waiting[rank].seconds, default=None)
@@ -209,6 +209,8 @@ def find_hanging_stage(heartbeats: Mapping[int, Heartbeat], timeout: float) -> F
         if rank not in waiting:
             break
         chain.append(rank)
+    if rank in heartbeats and heartbeats[rank].seconds < timeout:
+        return None
     position = heartbeats[rank].describe() if rank in heartbeats else "it sent no heartbeat"
     through = "".join(f" through rank {between}" for between in chain[1:])
     message = (
@@ -342,7 +344,6 @@ class Watchdog:
         if (last.number, POSITION.transfers) != self._position:
             self._position, self._position_since = (last.number, POSITION.transfers), now
         self._num_heartbeats += 1
-        in_stages = current_mesh().stages.size > 1
         self.store.publish(
             Heartbeat(
                 number=last.number,
@@ -350,7 +351,7 @@ class Watchdog:
                 seconds=round(now - self._position_since, 3),
                 sent=self._num_heartbeats,
                 exited=exited,
-                awaited_ranks=POSITION.awaited_ranks if in_stages else (),
+                awaited_ranks=() if current_mesh().same_collectives else POSITION.awaited_ranks,
             )
         )
 
@@ -399,14 +400,25 @@ class Watchdog:
         if self.rank >= OBSERVERS:
             return None
         heartbeats = self.store.heartbeats(range(self.store.world_size))
-        find = find_hanging_stage if current_mesh().stages.size > 1 else find_straggler
-        return find(heartbeats, self.timeout) or self._find_silent(heartbeats, now)
+        silent = {rank: self._silent_seconds(rank, beat, now) for rank, beat in heartbeats.items()}
+        heartbeats = {
+            rank: beat._replace(seconds=beat.seconds + silent[rank])
+            for rank, beat in heartbeats.items()
+        }
+        find = find_straggler if current_mesh().same_collectives else find_hanging_process
+        return find(heartbeats, self.timeout) or self._find_silent(heartbeats, silent)
 
-    def _find_silent(self, heartbeats: dict[int, Heartbeat], now: float) -> Failure | None:
+    def _silent_seconds(self, rank: int, heartbeat: Heartbeat, now: float) -> float:
+        """Return the seconds since this process first read the heartbeat."""
+        sent, since = self._last_heartbeats.get(rank, (heartbeat.sent, now))
+        self._last_heartbeats[rank] = heartbeat.sent, since if sent == heartbeat.sent else now
+        return now - self._last_heartbeats[rank][1]
+
+    def _find_silent(
+        self, heartbeats: Mapping[int, Heartbeat], silent: Mapping[int, float]
+    ) -> Failure | None:
         for rank, heartbeat in heartbeats.items():
-            sent, since = self._last_heartbeats.get(rank, (heartbeat.sent, now))
-            self._last_heartbeats[rank] = heartbeat.sent, since if sent == heartbeat.sent else now
-            silent_seconds = now - self._last_heartbeats[rank][1]
+            silent_seconds = silent[rank]
             is_remote = rank not in (self.rank, *self._local_processes)
             if is_remote and silent_seconds >= HEARTBEAT_TIMEOUT_SECONDS and not heartbeat.exited:
                 message = (

@@ -1,0 +1,212 @@
+"""Generation on processes that do nothing else, while the other processes of the job train.
+
+The training processes send prompts with their sampling keys, and the weights if they have changed.
+The generating processes divide the prompts among themselves and return responses by key, so the
+responses don't depend on the number of processes.
+"""
+
+import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from types import TracebackType
+from typing import Any
+
+from torch import nn
+
+from inference.engine.requests import Response
+from inference.generation import KeyedPrompt, generate
+from inference.hybrid_engine import HybridEngine
+from inference.replica import weights_hash
+from pipeline.parallel.group import Group
+from pipeline.parallel.mesh import RolloutGroups
+from pipeline.system.errors import JobFailed
+from pipeline.system.signals import EXIT_INTERRUPTED, EXIT_REQUEUE, INTERRUPTS, StopSignals
+
+
+@dataclass(frozen=True)
+class Message:
+    """What a process sends to all others: prompts, the responses to them, or the end of the job."""
+
+    prompts: Sequence[KeyedPrompt] = ()
+    responses: Mapping[int, Response] = field(default_factory=dict[int, Response])
+    """Responses by sampling key."""
+
+    sends_weights: bool = False
+    """Whether the first training process broadcasts the weights next."""
+
+    weights_hash: int | None = None
+    """Hash of the weights with which the responses were sampled; None from training processes."""
+
+    stop_signal: signal.Signals | None = None
+    """The signal to stop that a generating process received, if any."""
+
+    exit_code: int | None = None
+    """The exit code of the job if it ends; otherwise None."""
+
+
+class RemoteGenerator:
+    """The generating processes, as used by the training processes; its methods are collectives.
+
+    It is a context manager: if it is left without an error, or by a signal to stop, the generating
+    processes end with the same exit code. After an error, the watchdog ends them.
+    """
+
+    def __init__(self, groups: RolloutGroups) -> None:
+        self._groups = groups
+        self._is_waiting = False
+        """Whether responses have been requested but not yet received."""
+        self._sent: tuple[int, int] | None = None
+        """Number of updates of the weights that were last sent, and their hash."""
+        self._batch: int | None = None
+        """Number of the batch that was requested ahead, if any."""
+        self._ahead: dict[int, Response] = {}
+        """Its responses by key, once they are received."""
+        self.weights_hash = 0
+        """Hash of the weights with which the last batch was sampled."""
+        self.staleness = 0
+        """Rounds of updates between these weights and those at the time of the batch's use."""
+
+    def generate(
+        self,
+        engine: HybridEngine,
+        prompts: Sequence[KeyedPrompt],
+        *,
+        batch: int,
+        on_response: Callable[[int, Response], None] | None = None,
+    ) -> list[Response]:
+        """Return responses to this process's prompts: those requested ahead, if there are any.
+
+        Otherwise, the responses are sampled with the engine's current weights. `batch` is a number
+        that identifies the batch, the same on all training processes. `on_response` is called with
+        (index of the prompt, response).
+        """
+        self._wait()
+        self.staleness = int(batch == self._batch)
+        if batch != self._batch:
+            self.request(engine, prompts, batch=batch)
+            self._wait()
+        responses = [self._ahead[key] for _, key in prompts]
+        self._batch, self._ahead = None, {}
+        if on_response is not None:
+            for index, response in enumerate(responses):
+                on_response(index, response)
+        return responses
+
+    def request(self, engine: HybridEngine, prompts: Sequence[KeyedPrompt], *, batch: int) -> None:
+        """Request responses for the next call of `generate`, sampled with the current weights."""
+        updates = engine.engine.updates
+        sends_weights = self._sent is None or updates != self._sent[0]
+        self._groups.job.gather_objects(Message(prompts, sends_weights=sends_weights))
+        self._batch, self._is_waiting = batch, True
+        if sends_weights:
+            with engine.generating() as model:
+                start = time.perf_counter()
+                broadcast_weights(model, self._groups.weights)
+                engine.seconds += time.perf_counter() - start
+            self._sent = updates, engine.weights_hash
+
+    def metrics(self) -> dict[str, float]:
+        """Return the hash and the staleness of the weights that sampled the last batch."""
+        return {"weights_hash": self.weights_hash, "staleness": self.staleness}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Wait for the responses that were requested ahead, and return them."""
+        self._wait()
+        responses = {str(key): asdict(response) for key, response in self._ahead.items()}
+        return {"batch": self._batch, "hash": self.weights_hash, "responses": responses}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Use the saved responses instead of those that were requested since."""
+        self._wait()
+        self._batch, self.weights_hash = state["batch"], state["hash"]
+        self._ahead = {int(key): Response(**value) for key, value in state["responses"].items()}
+
+    def _wait(self) -> None:
+        """Receive the responses that were requested, if any.
+
+        A signal to stop that a generating process received is raised in this process too.
+
+        Raises:
+            RuntimeError: generation did not use the weights that were sent.
+        """
+        if not self._is_waiting or self._sent is None:
+            return
+        messages = self._groups.job.gather_objects(Message())
+        replies = [message for message in messages if message.weights_hash is not None]
+        self._is_waiting = False
+        self.weights_hash = self._sent[1]
+        if any(reply.weights_hash != self.weights_hash for reply in replies):
+            raise RuntimeError("generation did not use the weights that were sent to it")
+        for number in {r.stop_signal for r in replies if r.stop_signal is not None}:
+            signal.raise_signal(number)
+        self._ahead = {key: value for r in replies for key, value in r.responses.items()}
+
+    def __enter__(self) -> "RemoteGenerator":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        is_stop = isinstance(error, SystemExit) and not isinstance(error, JobFailed)
+        if error is not None and not is_stop:
+            return
+        if self._is_waiting:
+            self._groups.job.gather_objects(Message())
+        code = error.code if isinstance(error, SystemExit) else 0
+        self._groups.job.gather_objects(Message(exit_code=code if isinstance(code, int) else 1))
+
+
+def broadcast_weights(model: nn.Module, group: Group) -> None:
+    """Copy the parameters of the first process of a group to the others, one at a time."""
+    for param in model.parameters() if group.size > 1 else ():
+        group.broadcast(param.detach().contiguous(), source=0)
+
+
+def serve_requests(
+    model: nn.Module,
+    groups: RolloutGroups,
+    *,
+    group_size: int,
+    **sampling: Any,  # noqa: ANN401
+) -> None:
+    """Respond to requests until the training processes end. All generating processes enter it.
+
+    Args:
+        model: a plain model of the trained one's class; its weights are overwritten.
+        groups: the groups that connect the processes.
+        group_size: number of equal prompts with successive keys, which one process responds to.
+        sampling: further arguments of `generate`.
+
+    Raises:
+        SystemExit: a signal stopped the job; the code is that of the training processes.
+    """
+    model.requires_grad_(False)
+    rank, size, current_hash = groups.weights.rank - 1, groups.weights.size - 1, 0
+    with StopSignals(lambda _number, **_: None) as signals:
+        try:
+            while True:
+                requests = groups.job.gather_objects(Message())
+                if (code := requests[0].exit_code) is not None:
+                    break
+                if requests[0].sends_weights:
+                    broadcast_weights(model, groups.weights)
+                    current_hash = weights_hash(model)
+                prompts = sorted((p for r in requests for p in r.prompts), key=lambda p: p[1])
+                local = [p for i, p in enumerate(prompts) if i // group_size % size == rank]
+                ids, keys = [prompt for prompt, _ in local], [key for _, key in local]
+                responses = generate(model, ids, keys=keys, **sampling)
+                answers = dict(zip(keys, responses, strict=True))
+                reply = Message((), answers, False, current_hash, signals.received)
+                groups.job.gather_objects(reply)
+        except RuntimeError:
+            if signals.received is None:
+                raise
+            # The signal ended the training processes before their first step or after their last.
+            is_interrupt = signals.received in INTERRUPTS
+            raise JobFailed(EXIT_INTERRUPTED if is_interrupt else EXIT_REQUEUE) from None
+    if code != 0:
+        raise SystemExit(code)
