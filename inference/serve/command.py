@@ -14,7 +14,7 @@ from pipeline.system.logs import configure_logging
 if TYPE_CHECKING:
     from inference.ratings import RatingsFile
 
-REQUIRED_PACKAGES = ("starlette", "uvicorn", "pydantic", "prometheus_client")
+REQUIRED_PACKAGES = ("starlette", "uvicorn", "pydantic")
 
 
 def main(argv: Sequence[str]) -> None:

@@ -1,4 +1,4 @@
-"""The routes of the server: models, health, metrics, tokens, scores, and the page with its data."""
+"""The routes of the server: models, health, tokens, scores, and the page with its data."""
 
 import asyncio
 import mimetypes
@@ -52,7 +52,6 @@ def build_app(state: State) -> ASGIApp:
         Route("/health", health, methods=get),
         Route("/ready", ready, methods=get),
         Route("/version", version, methods=get),
-        Route("/metrics", metrics, methods=get),
         Route("/api/server", server, methods=get),
         Route("/api/ratings", add_rating, methods=post),
         Route("/api/ratings/undo", undo_rating, methods=post),
@@ -144,11 +143,6 @@ async def ready(request: Request) -> Response:
     broker = get_state(request).broker
     status = "ready" if broker.is_ready else "draining" if broker.draining else "not ready"
     return json_response({"status": status}, status=200 if broker.is_ready else 503)
-
-
-async def metrics(request: Request) -> Response:
-    """`GET /metrics`: metrics in Prometheus's format."""
-    return Response(get_state(request).metrics.text, media_type="text/plain; version=0.0.4")
 
 
 async def version(_: Request) -> Response:

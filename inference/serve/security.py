@@ -29,7 +29,7 @@ SECURITY_HEADERS = {
 
 
 class AccessControl:
-    """Admits or rejects requests, and counts and logs them.
+    """Admits or rejects requests, and logs them.
 
     Args:
         app: handles the requests.
@@ -41,7 +41,6 @@ class AccessControl:
         self._app = app
         self._config = state.config
         self._keys = state.keys
-        self._metrics = state.metrics
         self._open_paths = open_paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -117,8 +116,6 @@ class AccessControl:
 
     def _log(self, scope: Scope, status: int, seconds: float) -> None:
         route = getattr(scope.get("route"), "path", "other")
-        self._metrics.requests.labels(route, str(status)).inc()
-        self._metrics.request_seconds.labels(route).observe(seconds)
         if not self._config.log_requests or route == "/health":
             return
         client = scope.get("key_name") or (scope.get("client") or ("?",))[0]

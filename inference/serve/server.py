@@ -126,7 +126,7 @@ class Server(uvicorn.Server):
     async def run(self, listener: socket.socket) -> None:  # pyrefly: ignore[bad-override]
         """Serve requests until a signal arrives or generation fails."""
         state = self.state
-        self._worker = Worker(state.models, on_failure=self._on_failure, metrics=state.metrics)
+        self._worker = Worker(state.models, on_failure=self._on_failure)
         self._worker.start()
         state.broker.worker = self._worker
         state.created = int(time.time())

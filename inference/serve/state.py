@@ -4,7 +4,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TypeVar
 
 from starlette.requests import Request
@@ -12,7 +12,6 @@ from starlette.requests import Request
 from inference.ratings import RatingsFile
 from inference.serve.config import ServeConfig
 from inference.serve.http import ApiError
-from inference.serve.metrics import Metrics
 from inference.serve.models import ServedModel, ServedReward
 from inference.serve.worker import Job, Piece, Worker
 
@@ -144,12 +143,9 @@ class State:
     ratings: RatingsFile | None = None
     created: int = 0
     """Time at which the server started, in seconds since 1970."""
-    metrics: Metrics = field(default_factory=Metrics)
 
     def __post_init__(self) -> None:
         self.broker = Broker(self.config)
-        for served in self.models.values():
-            self.metrics.slots.labels(served.name).set(served.num_slots)
 
     def model(self, name: str) -> ServedModel:
         """Return the model with this name; the first one if the name is empty.

@@ -6,8 +6,7 @@ Other threads use `submit`, `cancel` and `call`; results go to the event loop on
 import asyncio
 import logging
 import threading
-import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -15,7 +14,6 @@ from typing import Literal, TypeVar
 
 from inference.engine.requests import EndEvent, Request, Ticket, TokenEvent
 from inference.engine.sampling import TokenLogprobs
-from inference.serve.metrics import Metrics
 from inference.serve.models import ServedModel
 from inference.text import ResponseText
 
@@ -111,8 +109,7 @@ class ResponseState:
         self.job = job
         self._text = ResponseText(served.token_bytes, job.stops, starts_text=not job.continues)
         self._piece = Piece(row)
-        self.submitted_at, self.newest_at = time.perf_counter(), 0.0
-        """Times of its submission and its newest token, for the metrics."""
+        self._has_token = False
 
     @property
     def stopped(self) -> bool:
@@ -124,8 +121,8 @@ class ResponseState:
         if self.stopped:
             return None
         self._piece.ids.append(event.id)
-        if not self.newest_at:
-            self._piece.num_reused = event.ticket.num_reused
+        if not self._has_token:
+            self._has_token, self._piece.num_reused = True, event.ticket.num_reused
         if event.id in event.ticket.sampler.stop_ids:
             return None
         self._piece.text += self._text.add(event.id)
@@ -161,7 +158,6 @@ class Worker:
     Args:
         models: models by name.
         on_failure: called on the event loop if the thread fails.
-        metrics: the server's metrics.
     """
 
     def __init__(
@@ -169,11 +165,9 @@ class Worker:
         models: Mapping[str, ServedModel],
         *,
         on_failure: Callable[[BaseException], None],
-        metrics: Metrics,
     ) -> None:
         self._models = models
         self._on_failure = on_failure
-        self._metrics = metrics
         self._loop = asyncio.get_running_loop()
         self._condition = threading.Condition()
         self._submitted: deque[Job] = deque()
@@ -252,22 +246,11 @@ class Worker:
         for served in self._models.values():
             self._admit(served)
         pieces: list[tuple[Job, Piece]] = []
-        busy = [served for served in self._models.values() if served.batch.busy]
-        for served in busy:
-            self._decode(served, pieces)
-        self._update_gauges(busy)
+        for served in self._models.values():
+            if served.batch.busy:
+                self._decode(served, pieces)
         if pieces:
             self._call_on_loop(_deliver, pieces)
-
-    def _update_gauges(self, busy: Sequence[ServedModel]) -> None:
-        running = Counter(response.job.model for response in self._active.values())
-        for name, queue in self._waiting.items():
-            self._metrics.running.labels(name).set(running[name])
-            self._metrics.waiting.labels(name).set(len(queue))
-        for served in busy:
-            counts = served.batch.passes
-            self._metrics.passes.labels(served.name, "modules").set(counts.eager)
-            self._metrics.passes.labels(served.name, "replay").set(counts.replayed)
 
     def _admit(self, served: ServedModel) -> None:
         """Give free slots to waiting prompts, round-robin over clients."""
@@ -301,12 +284,10 @@ class Worker:
             self._models[job.model].batch.cancel(ticket)
 
     def _decode(self, served: ServedModel, pieces: list[tuple[Job, Piece]]) -> None:
-        now = time.perf_counter()
         for event in served.batch.step():
             response = self._active[event.ticket]
             if isinstance(event, TokenEvent):
                 piece = self._handle_token(response, event)
-                self._count_token(response, event.ticket, now)
                 if response.stopped or (piece is not None and piece.error is not None):
                     served.batch.cancel(event.ticket)
             else:
@@ -318,18 +299,6 @@ class Worker:
                 response.job.num_unfinished -= 1
                 if not response.job.num_unfinished:
                     self._jobs.discard(response.job)
-
-    def _count_token(self, response: ResponseState, ticket: Ticket, now: float) -> None:
-        name, metrics = response.job.model, self._metrics
-        metrics.generated_tokens.labels(name).inc()
-        if response.newest_at:
-            metrics.time_between_tokens.labels(name).observe(now - response.newest_at)
-        else:
-            metrics.prompt_tokens.labels(name).inc(len(ticket.request.prompt))
-            metrics.queried.labels(name).inc(len(ticket.request.prompt))
-            metrics.reused.labels(name).inc(ticket.num_reused)
-            metrics.time_to_first_token.labels(name).observe(now - response.submitted_at)
-        response.newest_at = now
 
     def _handle_token(self, response: ResponseState, event: TokenEvent) -> Piece | None:
         """Return the piece that a token completes; a tokenizer error ends only its response."""
@@ -344,9 +313,6 @@ class Worker:
         if event.error is not None:
             notes = getattr(event.error, "__notes__", ())
             logger.error("failed to generate a response: %s", "\n".join(notes) or event.error)
-        is_stopped = event.reason == "cancelled" and response.stopped
-        reason = "stop" if is_stopped else event.reason
-        self._metrics.ended.labels(response.job.model, reason).inc()
         return response.finish(event)
 
     def _call_on_loop(self, function: Callable[..., None], *arguments: object) -> None:

@@ -1,4 +1,4 @@
-"""Routes for scores and metrics."""
+"""The route for scores."""
 
 from collections.abc import Iterator
 
@@ -8,7 +8,7 @@ from inference.reward_model import score_responses
 from pipeline.data.chat.resolve_format import resolve_format
 from pipeline.data.examples import Message
 from tests.families import save_to, tiny_classifier
-from tests.inference.serve.serving import LiveServer, get, post, serving
+from tests.inference.serve.serving import LiveServer, post, serving
 from tests.pipeline.data.tokenizers import byte_level
 
 DIALOGUE = [
@@ -41,31 +41,3 @@ def test_score_uses_the_reward_models_chat_format(scoring_server: LiveServer, re
 
     assert response.json["score"] == pytest.approx(expected, rel=1e-5)
     assert response.json["model"] == "reward"
-
-
-def test_metrics_count_responses_by_finish_reason() -> None:
-    request = {"model": "tiny", "prompt": "Hi", "max_tokens": 6, "temperature": 0}
-    with serving() as running:
-        text = post(running, "/v1/completions", request).json["choices"][0]["text"]
-        post(running, "/v1/completions", request | {"stop": text[2:4]})
-        metrics = get(running, "/metrics").body.decode()
-
-    model = 'model_name="tiny"'
-    for line in (
-        f'rlhf:responses_total{{{model},reason="length"}} 1.0',
-        f'rlhf:responses_total{{{model},reason="stop"}} 1.0',
-        f'rlhf:decoding_passes{{by="modules",{model}}} 2.0',
-        f'rlhf:decoding_passes{{by="replay",{model}}} 6.0',
-        f"rlhf:slots{{{model}}} 4.0",
-        f"vllm:prompt_tokens_total{{{model}}} 4.0",
-        f"vllm:prefix_cache_queries_total{{{model}}} 4.0",
-        f"vllm:prefix_cache_hits_total{{{model}}} 1.0",
-        f"vllm:generation_tokens_total{{{model}}} 8.0",
-        f"vllm:num_requests_running{{{model}}} 0.0",
-        f"vllm:num_requests_waiting{{{model}}} 0.0",
-        f"vllm:time_to_first_token_seconds_count{{{model}}} 2.0",
-        f"vllm:time_per_output_token_seconds_count{{{model}}} 6.0",
-        'rlhf:requests_total{route="/v1/completions",status="200"} 2.0',
-        'rlhf:request_seconds_count{route="/v1/completions"} 2.0',
-    ):
-        assert f"{line}\n" in metrics, line

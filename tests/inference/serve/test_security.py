@@ -56,7 +56,7 @@ def test_keys_are_read_from_options_environment_and_file(
 
 
 def test_all_routes_but_health_and_page_require_the_key(keyed_server: LiveServer) -> None:
-    for path in ("/v1/models", "/metrics", "/ready", "/version", "/nothing"):
+    for path in ("/v1/models", "/ready", "/version", "/nothing"):
         assert get(keyed_server, path).status == 401
         assert get(keyed_server, path, Authorization="Bearer wrong-secret").status == 401
         assert get(keyed_server, path, Authorization="Basic second-secret").status == 401
