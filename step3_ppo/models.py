@@ -464,6 +464,8 @@ def serve_rollouts(config: PPOConfig, groups: RolloutGroups) -> None:
     chat = load_chat(config.actor, config.data)
     actor = load_causal_lm(config.actor, device=local_device(), seed=config.seed)
     add_tokens(actor, chat.tokenizer, seed=config.seed)
+    if config.actor.fp32_head:
+        set_fp32_logits(actor)
     serve_requests(actor, groups, group_size=config.group_size, **sampling_options(chat, config))
 
 

@@ -140,11 +140,7 @@ def normalize_scores(
 
     mean, std = checkpoints.once("moments", measure)
     models.set_score_normalization(mean, std)
-    logger.info(
-        "normalizing scores by the first rollout's mean %.4g and standard deviation %.4g",
-        mean,
-        std,
-    )
+    logger.info("normalizing scores by the first rollout's mean %.4g and std %.4g", mean, std)
 
 
 def train(config: PPOConfig) -> Path:

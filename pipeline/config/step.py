@@ -397,8 +397,6 @@ class StepConfig(ABC):
     def check_processes(self, world: int, *, section: str = "") -> None:
         """Check that a job's `world` processes can be divided as the settings require.
 
-        `section` is the prefix of the settings on the command line; empty for a step's own command.
-
         Raises:
             ConfigError: the processes can't be divided, or all of them would only generate.
         """

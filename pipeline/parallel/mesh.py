@@ -191,8 +191,7 @@ def _set_apart(job: Group, generating: int, timeout_seconds: float) -> Mesh:
     # Each process creates three groups: PyTorch's names of groups contain their number.
     world = new_subgroup([range(training), generators], timeout_seconds=timeout_seconds)
     everyone = new_subgroup([range(job.size)], timeout_seconds=WAIT_SECONDS)
-    others = [[rank] for rank in range(1, training)]
-    rows = [[0, *generators], *others]
+    rows = [[0, *generators], *([rank] for rank in range(1, training))]
     weights = new_subgroup(rows, timeout_seconds=WAIT_SECONDS, is_tracked=False)
     return Mesh(world, world, rollout=RolloutGroups(everyone, weights, job.rank in generators))
 

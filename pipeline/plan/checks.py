@@ -78,8 +78,8 @@ def check_settings(plan: Plan) -> None:
     request = plan.request
     if request.push_to_hub is not None:
         check_push(request.push_to_hub, online=not (request.dry_run or request.plan_for))
-    checks = (_check_trackers, _check_processes, _check_model_files)
-    _run_checks(plan, [partial(check, plan) for check in checks])
+    checks = [partial(check, plan) for check in (_check_processes, _check_model_files)]
+    _run_checks(plan, [lambda stage: plan.configs[stage.name].require_trackers(), *checks])
 
 
 def check_rows(plan: Plan, *, downloads: bool) -> Mapping[str, Preview]:
@@ -126,10 +126,6 @@ def _run_checks(plan: Plan, checks: Sequence[Callable[[Stage], None]]) -> None:
                 if stage.method is None:
                     raise
                 raise type(error)(f"method {stage.method}: {error}") from None
-
-
-def _check_trackers(plan: Plan, stage: Stage) -> None:
-    plan.configs[stage.name].require_trackers()
 
 
 def _check_processes(plan: Plan, stage: Stage) -> None:

@@ -57,16 +57,11 @@ def run_step(config_class: type[C], train: Callable[[C], object], argv: Sequence
     config.check_processes(launched.world_size())
     check_memory(config)
     parallel, timeout = config.parallel, config.timeout_seconds
-    generating = config.workload(launched.world_size()).generating
+    axes = {"replicas": parallel.replicas, "pp": parallel.pp, "tp": parallel.tp}
+    axes["generating"] = config.workload(launched.world_size()).generating
     with (
         process_group(watch_processes, timeout),
-        split_mesh(
-            replicas=parallel.replicas,
-            pp=parallel.pp,
-            tp=parallel.tp,
-            generating=generating,
-            timeout_seconds=timeout,
-        ) as mesh,
+        split_mesh(**axes, timeout_seconds=timeout) as mesh,
         gpu_numerics(tf32=config.tf32, deterministic=config.is_deterministic),
     ):
         configure_logging(is_main=mesh.is_main)

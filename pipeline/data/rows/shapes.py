@@ -147,7 +147,10 @@ def _read_messages(row: Row, name: str) -> Example:
 def _read_instruction(row: Row) -> Turns:
     """Read the prompt in Alpaca's columns: earlier turns, then the instruction and its input."""
     history = parse_literal(row.columns.get("history") or [])
-    if not isinstance(history, list) or not all(map(_is_pair, history)):
+    if not isinstance(history, list) or any(
+        not isinstance(pair, list | tuple) or list(map(type, pair)) != [str, str]
+        for pair in history
+    ):
         raise DataError(
             f"{row.origin}: history must be a list of pairs, [instruction, response], got"
             f" {str(history)[:80]}; rename the column if it has another meaning"
@@ -156,10 +159,6 @@ def _read_instruction(row: Row) -> Turns:
     inputs = [read_text(row, name) for name in ("input", "context") if row.columns.get(name)]
     question = "\n\n".join([read_text(row, "instruction"), *inputs])
     return add_system(row, (*chain.from_iterable(earlier), Message("user", question)))
-
-
-def _is_pair(value: object) -> bool:
-    return isinstance(value, list | tuple) and list(map(type, value)) == [str, str]
 
 
 def _read_alpaca(row: Row) -> Example:

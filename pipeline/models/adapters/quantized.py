@@ -74,7 +74,10 @@ def quantize(weight: Float[Tensor, "*S"], scheme: Scheme) -> dict[str, Tensor]:
         max_abs = by_block.abs().amax(1)
         scales[start // BLOCK :][: len(max_abs)] = max_abs
         normalized = by_block / torch.where(max_abs > 0, max_abs, 1.0)[:, None]
-        packed = _nf4_codes(normalized) if scheme == "nf4" else _int8_codes(normalized)
+        if scheme == "nf4":
+            packed = _nf4_codes(normalized)
+        else:
+            packed = (normalized * INT8_STEPS).round_().to(torch.int8).view(-1)
         codes[start // per_code :][: len(packed)] = packed
     return {CODES: codes, SCALES: scales}
 
@@ -107,10 +110,6 @@ def _nf4_codes(normalized: Float[Tensor, "blocks size"]) -> Shaped[Tensor, " n"]
     for edge in ((levels[1:] + levels[:-1]) / 2).tolist():  # several times faster than bucketize
         codes += normalized > edge
     return (codes[:, ::2] * 16 + codes[:, 1::2]).view(-1)
-
-
-def _int8_codes(normalized: Float[Tensor, "blocks size"]) -> Shaped[Tensor, " n"]:
-    return (normalized * INT8_STEPS).round_().to(torch.int8).view(-1)
 
 
 @functools.lru_cache(maxsize=8)

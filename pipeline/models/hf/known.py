@@ -73,7 +73,6 @@ KNOWN_CONFIGS: Mapping[str, Mapping[str, Any]] = {
     "facebook/opt-66b": _opt(9216, 64, 72),
     "meta-llama/Llama-2-7b-hf": _llama(4096, 11008, 32, 32, num_key_value_heads=32, **_LLAMA_2),
     "meta-llama/Llama-2-13b-hf": _llama(5120, 13824, 40, 40, num_key_value_heads=40, **_LLAMA_2),
-    "meta-llama/Llama-2-70b-hf": _llama(8192, 28672, 80, 64, **_LLAMA_2),
     "meta-llama/Llama-3.2-1B": _llama(2048, 8192, 16, 32, **_TIED),
     "meta-llama/Llama-3.2-3B": _llama(3072, 8192, 28, 24, **_TIED),
     "meta-llama/Llama-3.1-8B": _llama(4096, 14336, 32, 32),
@@ -93,8 +92,6 @@ KNOWN_CONFIGS: Mapping[str, Mapping[str, Any]] = {
     "allenai/Olmo-3-1025-7B": _llama(4096, 11008, 32, 32, num_key_value_heads=32, **_OLMO_3),
     "microsoft/Phi-4-mini-instruct": _llama(3072, 8192, 32, 24, **_PHI_4),
     "openai-community/gpt2": _gpt2(768, 12, 12),
-    "openai-community/gpt2-medium": _gpt2(1024, 24, 16),
-    "openai-community/gpt2-large": _gpt2(1280, 36, 20),
     "openai-community/gpt2-xl": _gpt2(1600, 48, 25),
     "bigscience/bloom-1b1": {
         "model_type": "bloom",
