@@ -199,10 +199,11 @@ def _parse_arguments(kind: object, arguments: list[str], option: str) -> object:
     """Convert the arguments of an option to the setting's type if possible."""
     kind = without_none(kind)
     origin, type_args = typing.get_origin(kind), typing.get_args(kind)
-    is_text = origin is tuple and type_args[0] is str
+    is_list_of_texts = origin is tuple and type_args[0] is str
+    opening = [] if kind is str else ["["] if is_list_of_texts else ["[", "{"]
     if arguments == ["null"]:
         return None
-    if len(arguments) == 1 and arguments[0][:1] in (("[",) if is_text else ("[", "{")):
+    if len(arguments) == 1 and arguments[0][:1] in opening:
         return _parse_yaml(arguments[0])
     if origin is dict and arguments and all("=" in argument for argument in arguments):
         pairs = dict(argument.split("=", 1) for argument in arguments)

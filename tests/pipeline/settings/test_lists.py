@@ -48,3 +48,7 @@ def test_guard_preset_works_in_a_file_and_on_the_command_line(tmp_path: Path) ->
     assert to_options(parse_step(PPOConfig, [])) == []
     options = [word for name, words in to_options(config) for word in (f"--{name}", *words)]
     assert parse_step(PPOConfig, options) == config
+
+
+def test_text_setting_keeps_braces() -> None:
+    assert parse_step(PPOConfig, ["--actor.path", "{a: 1}"]).actor.path == "{a: 1}"
