@@ -5,10 +5,9 @@ The generating processes divide the prompts among themselves and return response
 responses don't depend on the number of processes.
 """
 
-import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from types import TracebackType
 from typing import Any
 
@@ -20,7 +19,8 @@ from inference.hybrid_engine import HybridEngine
 from inference.replica import weights_hash
 from pipeline.parallel.group import Group
 from pipeline.parallel.mesh import RolloutGroups
-from pipeline.system.errors import JobFailed
+from pipeline.system.errors import JobFailed, JobStopped
+from pipeline.system.position import POSITION
 from pipeline.system.signals import EXIT_INTERRUPTED, EXIT_REQUEUE, INTERRUPTS, StopSignals
 
 
@@ -38,9 +38,6 @@ class Message:
     weights_hash: int | None = None
     """Hash of the weights with which the responses were sampled; None from training processes."""
 
-    stop_signal: signal.Signals | None = None
-    """The signal to stop that a generating process received, if any."""
-
     exit_code: int | None = None
     """The exit code of the job if it ends; otherwise None."""
 
@@ -48,8 +45,8 @@ class Message:
 class RemoteGenerator:
     """The generating processes, as used by the training processes; its methods are collectives.
 
-    It is a context manager: if it is left without an error, or by a signal to stop, the generating
-    processes end with the same exit code. After an error, the watchdog ends them.
+    It is a context manager: if it is left without an error, or because all training processes
+    agreed to stop, the generating processes end with the same exit code.
     """
 
     def __init__(self, groups: RolloutGroups) -> None:
@@ -125,8 +122,6 @@ class RemoteGenerator:
     def _wait(self) -> None:
         """Receive the responses that were requested, if any.
 
-        A signal to stop that a generating process received is raised in this process too.
-
         Raises:
             RuntimeError: generation did not use the weights that were sent.
         """
@@ -138,8 +133,6 @@ class RemoteGenerator:
         self.weights_hash = self._sent[1]
         if any(reply.weights_hash != self.weights_hash for reply in replies):
             raise RuntimeError("generation did not use the weights that were sent to it")
-        for number in {r.stop_signal for r in replies if r.stop_signal is not None}:
-            signal.raise_signal(number)
         self._ahead = {key: value for r in replies for key, value in r.responses.items()}
 
     def __enter__(self) -> "RemoteGenerator":
@@ -151,13 +144,14 @@ class RemoteGenerator:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        is_stop = isinstance(error, SystemExit) and not isinstance(error, JobFailed)
-        if error is not None and not is_stop:
+        # After an error, or a signal to this process alone, the others may not get here: leave it
+        # to the closed connections and the watchdog to end the generating processes.
+        if error is not None and not isinstance(error, JobStopped):
             return
         if self._is_waiting:
             self._groups.job.gather_objects(Message())
-        code = error.code if isinstance(error, SystemExit) else 0
-        self._groups.job.gather_objects(Message(exit_code=code if isinstance(code, int) else 1))
+        code = 0 if error is None else int(str(error.code))
+        self._groups.job.gather_objects(Message(exit_code=code))
 
 
 def broadcast_weights(model: nn.Module, group: Group) -> None:
@@ -175,6 +169,9 @@ def serve_requests(
 ) -> None:
     """Respond to requests until the training processes end. All generating processes enter it.
 
+    Signals to stop, which a launcher sends to all processes of a job, are left to the training
+    processes.
+
     Args:
         model: a plain model of the trained one's class; its weights are overwritten.
         groups: the groups that connect the processes.
@@ -184,29 +181,37 @@ def serve_requests(
     Raises:
         SystemExit: a signal stopped the job; the code is that of the training processes.
     """
-    model.requires_grad_(False)
     rank, size, current_hash = groups.weights.rank - 1, groups.weights.size - 1, 0
+    model.requires_grad_(False)
     with StopSignals(lambda _number, **_: None) as signals:
-        try:
-            while True:
-                requests = groups.job.gather_objects(Message())
-                if (code := requests[0].exit_code) is not None:
-                    break
-                if requests[0].sends_weights:
-                    broadcast_weights(model, groups.weights)
-                    current_hash = weights_hash(model)
-                prompts = sorted((p for r in requests for p in r.prompts), key=lambda p: p[1])
-                local = [p for i, p in enumerate(prompts) if i // group_size % size == rank]
-                ids, keys = [prompt for prompt, _ in local], [key for _, key in local]
-                responses = generate(model, ids, keys=keys, **sampling)
-                answers = dict(zip(keys, responses, strict=True))
-                reply = Message((), answers, False, current_hash, signals.received)
-                groups.job.gather_objects(reply)
-        except RuntimeError:
-            if signals.received is None:
-                raise
-            # The signal ended the training processes before their first step or after their last.
-            is_interrupt = signals.received in INTERRUPTS
-            raise JobFailed(EXIT_INTERRUPTED if is_interrupt else EXIT_REQUEUE) from None
+        while True:
+            requests = _exchange(groups.job, Message(), signals)
+            if (code := requests[0].exit_code) is not None:
+                break
+            if requests[0].sends_weights:
+                broadcast_weights(model, groups.weights)
+                current_hash = weights_hash(model)
+            prompts = sorted((p for r in requests for p in r.prompts), key=lambda p: p[1])
+            local = [p for i, p in enumerate(prompts) if i // group_size % size == rank]
+            ids, keys = [prompt for prompt, _ in local], [key for _, key in local]
+            responses = generate(model, ids, keys=keys, on_response=_show_progress, **sampling)
+            reply = Message(responses=dict(zip(keys, responses, strict=True)))
+            _exchange(groups.job, replace(reply, weights_hash=current_hash), signals)
     if code != 0:
         raise SystemExit(code)
+
+
+def _exchange(job: Group, message: Message, signals: StopSignals) -> list[Message]:
+    """Gather the messages of all processes; exit if a signal has ended the training processes."""
+    try:
+        return job.gather_objects(message)
+    except RuntimeError:  # they were not in the loop, whose end they would have announced
+        if signals.received is None:
+            raise
+        is_interrupt = signals.received in INTERRUPTS
+        raise JobFailed(EXIT_INTERRUPTED if is_interrupt else EXIT_REQUEUE) from None
+
+
+def _show_progress(_index: int, _response: Response) -> None:
+    """Let the watchdog see that this process does not hang."""
+    POSITION.transfers += 1

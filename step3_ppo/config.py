@@ -538,12 +538,13 @@ def _check_method(config: PPOConfig) -> None:
     _check_kl(config)
     _check_teacher(config)
     _check_overlong(config)
-    is_plain = config.parallel.pp * config.parallel.tp * config.inference_tp_size == 1
+    parallel = config.parallel
+    is_plain = parallel.pp * parallel.tp * parallel.replicas * config.inference_tp_size == 1
     require(
         config.rollout_processes == 0
         or (is_plain and config.environment is None and config.method != "gkd"),
         "ppo.rollout_processes supports neither ppo.environment, --method gkd, nor a parallel.pp,"
-        " parallel.tp or inference_tp_size above 1; set it to 0",
+        " parallel.tp, parallel.replicas or inference_tp_size above 1; set it to 0",
     )
 
 

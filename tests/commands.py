@@ -139,7 +139,8 @@ def _serve(listening: socket.socket, program: Path) -> None:
                 _exit_with(*json.loads(request), files, program)
             for file in files:
                 os.close(file)
-            connection.send(str(pid).encode())
+            with suppress(BrokenPipeError):
+                connection.send(str(pid).encode())
             clients[connection] = pid
         for client, pid in list(clients.items()):
             exited, status = os.waitpid(pid, os.WNOHANG)

@@ -240,7 +240,7 @@ async def summary(request: Request) -> Response:
     ratings_file = _ratings(get_state(request))
     try:
         ratings = active_ratings(await asyncio.to_thread(read_ratings, ratings_file.path))
-    except DataError as error:
+    except (DataError, TypeError) as error:
         raise ApiError(503, f"{ratings_file.path.name} can't be read: {error}") from None
     counts = {"ratings": len(ratings), "pairs": count_pairs(ratings)}
     return json_response({"path": ratings_file.path.name, **counts})

@@ -68,7 +68,7 @@ class AccessControl:
     async def _handle(self, scope: Scope, receive: Receive, send: Send, headers: Headers) -> None:
         try:
             self._check_host(headers)
-            self._check_origin(scope["method"], headers, scope["scheme"])
+            self._check_origin(scope["method"], headers)
             if scope["path"] not in self._open_paths:
                 scope["key_name"] = self._check_key(headers)
         except ApiError as error:
@@ -87,12 +87,12 @@ class AccessControl:
         if name not in LOOPBACK:
             raise ApiError(403, "the Host header must name this machine: 127.0.0.1 or localhost")
 
-    def _check_origin(self, method: str, headers: Headers, scheme: str) -> None:
+    def _check_origin(self, method: str, headers: Headers) -> None:
         """Reject requests from pages of other origins, except reads."""
         origin = headers.get("origin")
-        own_origin = f"{scheme}://{headers.get('host', '')}"
         is_cross_site = headers.get("sec-fetch-site") == "cross-site"
-        is_cross_site |= origin is not None and origin.lower() != own_origin.lower()
+        if origin is not None:  # its scheme is https behind a proxy
+            is_cross_site |= origin.partition("://")[2].lower() != headers.get("host", "").lower()
         if method not in SAFE_METHODS and is_cross_site:
             raise ApiError(403, "the request comes from a page that is not the server's")
 

@@ -183,8 +183,7 @@ def split_mesh(
 def _set_apart(job: Group, generating: int, timeout_seconds: float) -> Mesh:
     """Return the mesh of this process if the last `generating` processes only generate.
 
-    The two kinds wait for each other for as long as the slower one takes. The watchdog, not a
-    timeout of their collectives, finds a process that hangs.
+    The two kinds wait for each other without a timeout; the watchdog finds one that hangs.
     """
     training = job.size - generating
     generators = range(training, job.size)

@@ -38,7 +38,7 @@ from pipeline.models.hf.consolidate import TOKENIZER, describe_model
 from pipeline.models.hf.load import model_path
 from pipeline.run.run import CHECKPOINTS, Run, get_training_id
 from pipeline.settings.fields import make_portable, to_plain
-from pipeline.system.errors import CheckpointError, ConfigError, JobFailed, require
+from pipeline.system.errors import CheckpointError, ConfigError, JobFailed, JobStopped, require
 from pipeline.system.faults import fault_point
 from pipeline.system.signals import EXIT_INTERRUPTED, EXIT_REQUEUE, INTERRUPTS, StopSignals
 from pipeline.system.torch_process import random_state, set_random_state
@@ -248,7 +248,7 @@ class Checkpoints:
             "has saved its state" if saved else "failed to save its state (see above)",
             self.run.describe_resume(),
         )
-        raise SystemExit(code)
+        raise JobStopped(code)
 
     def _log_signal(self, number: signal.Signals, *, aborts: bool) -> None:
         """Report the effect of a signal immediately, since the current step may be long."""

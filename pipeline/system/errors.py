@@ -57,6 +57,10 @@ class JobFailed(SystemExit):
     """A job of several processes failed, and the reason was printed."""
 
 
+class JobStopped(SystemExit):
+    """All processes of a job that train agreed to stop."""
+
+
 def exit_code(error: BaseException) -> int:
     """Return the exit code of a command, and of all processes of a job, after this error."""
     if isinstance(error, UserError):

@@ -135,11 +135,12 @@ def test_resumed_run_matches_uninterrupted_one_bitwise(case: str, tmp_path: Path
 
 
 def train_with_fault(config: PPOConfig, fault: str) -> None:
-    """Train; the generating process is killed, hangs, or receives SIGTERM."""
-    is_first = os.environ["RANK"] == "0"
-    if fault == "signal" and not is_first:
-        threading.Thread(target=stop_after_a_step, args=(config,), daemon=True).start()
-    if fault == "signal" or is_first:
+    """Train; the generating process is killed or hangs, or all receive a signal to stop."""
+    is_signal = fault.startswith("SIG")
+    if is_signal:
+        args = (config, signal.Signals[fault])
+        threading.Thread(target=stop_after_a_step, args=args, daemon=True).start()
+    if is_signal or os.environ["RANK"] == "0":
         run(config)
         return
     with split_mesh(replicas=1, generating=1, timeout_seconds=3.0) as mesh:
@@ -150,10 +151,10 @@ def train_with_fault(config: PPOConfig, fault: str) -> None:
         time.sleep(60)
 
 
-def stop_after_a_step(config: PPOConfig) -> None:
+def stop_after_a_step(config: PPOConfig, number: signal.Signals) -> None:
     while not (config.output_dir / "checkpoints" / "step_00000001").exists():
         time.sleep(0.05)
-    os.kill(os.getpid(), signal.SIGTERM)
+    os.kill(os.getpid(), number)
 
 
 @pytest.mark.faults
@@ -162,7 +163,8 @@ def stop_after_a_step(config: PPOConfig) -> None:
     [
         ("kill", [1, -9], "rank 1 was lost"),
         ("hang", [1, 1], "rank 1 hangs: rank 0 waited"),
-        ("signal", [75, 75], ""),
+        ("SIGTERM", [75, 75], ""),
+        ("SIGINT", [130, 130], ""),
     ],
 )
 def test_fault_of_a_generating_process_ends_the_job(

@@ -91,7 +91,6 @@ KNOWN_CONFIGS: Mapping[str, Mapping[str, Any]] = {
     ),
     "allenai/Olmo-3-1025-7B": _llama(4096, 11008, 32, 32, num_key_value_heads=32, **_OLMO_3),
     "microsoft/Phi-4-mini-instruct": _llama(3072, 8192, 32, 24, **_PHI_4),
-    "openai-community/gpt2": _gpt2(768, 12, 12),
     "openai-community/gpt2-xl": _gpt2(1600, 48, 25),
     "bigscience/bloom-1b1": {
         "model_type": "bloom",
