@@ -92,12 +92,12 @@ class PPOConfig(TaskSettings, StepConfig, RewardSettings, GuardSettings):
     SGLang or inference.serve."""
 
     gkd_beta: float = 0.5
-    """Divergence that gkd minimizes: 0 is the forward KL(teacher || actor), 1 is the reverse KL,
-    and values between them give the generalized Jensen-Shannon divergence (GKDConfig.beta)."""
+    """Divergence that gkd minimizes: 0 is the forward KL(teacher || actor), 1 the reverse KL, and
+    values between them the generalized Jensen-Shannon divergence (GKDConfig.beta)."""
 
     gkd_lambda: float = 1.0
-    """Probability that gkd trains on a rollout of the actor's own responses; otherwise, the rollout
-    consists of the data's responses to its prompts (GKDConfig.lmbda)."""
+    """Probability that gkd trains on the actor's own responses in an iteration, and not on those of
+    the data (GKDConfig.lmbda)."""
 
     reward: FrozenModelConfig = field(default_factory=FrozenModelConfig)
     """The reward model, if one is used; by default step 2's output."""
@@ -109,7 +109,7 @@ class PPOConfig(TaskSettings, StepConfig, RewardSettings, GuardSettings):
     """Sequences per optimizer step (a PPO minibatch), over all processes."""
 
     rollout_size: int = 128
-    """Responses generated for each round of updates, over all processes."""
+    """Responses per iteration, over all processes."""
 
     group_size: int = 1
     """Responses per prompt (num_generations, rollout.n)."""
@@ -146,7 +146,7 @@ class PPOConfig(TaskSettings, StepConfig, RewardSettings, GuardSettings):
 
     correction: Literal["auto", "none", "truncate", "mask"] = "auto"
     """Importance weights of off-policy tokens: truncate caps them at correction_cap, mask zeroes
-    those beyond it (TIS, IcePop); auto truncates if rollout_gap exceeds correction_threshold."""
+    larger ones (TIS, IcePop); auto truncates if rollout_gap exceeds correction_threshold."""
 
     correction_threshold: float = 1e-3
     """Threshold for the mean absolute difference in log-probability per token, in nats."""
@@ -161,8 +161,7 @@ class PPOConfig(TaskSettings, StepConfig, RewardSettings, GuardSettings):
     """Concurrent responses per process; does not affect the result."""
 
     rollout_processes: int = 0
-    """The last processes of the job that only generate: they sample each rollout while the others
-    train on the previous one (docs/ppo.md); 0 generates and trains in turn on all processes."""
+    """Number of processes that only generate, one rollout ahead of the others (docs/ppo.md)."""
 
     inference_tp_size: int = 1
     """Tensor-parallel size for generation; must divide the number of processes and the number of
@@ -184,7 +183,7 @@ class PPOConfig(TaskSettings, StepConfig, RewardSettings, GuardSettings):
     with rewards from programs only, train.py's default is 1024, or 4096 for thinking models."""
 
     temperature: float = 1.0
-    """Sampling temperature, also applied to all log-probabilities."""
+    """Temperature of sampling and log-probabilities."""
 
     ppo_epochs: int = 1
     """Passes over each rollout."""
@@ -208,14 +207,14 @@ class PPOConfig(TaskSettings, StepConfig, RewardSettings, GuardSettings):
     """Discount per token."""
 
     lam: float = 0.95
-    """Bias-variance trade-off of GAE: 1 is Monte Carlo, 0 is one-step TD."""
+    """Lambda of GAE: 1 is Monte Carlo, 0 is one-step TD."""
 
     whiten_advantages: bool = True
     """Normalize the advantages of gae and reinforce_pp to mean 0 and variance 1 over the rollout of
     all processes."""
 
     clip: float = 0.2
-    """Lower bound of the trust region: the ratio is clipped at 1 - clip."""
+    """Lower bound of the trust region, 1 - clip."""
 
     clip_high: float | None = None
     """Upper bound of the trust region, 1 + clip_high (Yu et al. 2025); null uses `clip`."""

@@ -287,9 +287,9 @@ def sample_rollout(models: Models, prompts: Prompts, config: PPOConfig) -> Sampl
     still equal after that are kept. All processes know which groups are replaced, and prompts are
     assigned in group order, so the responses don't depend on the number of processes.
     """
-    on_policy = draw(prompts.stream.position, seed=config.seed, purpose="gkd") < config.gkd_lambda
+    seed, position = config.seed, prompts.stream.position
     batch = prompts.next_batch()
-    if config.uses_demonstrations and not on_policy:
+    if config.uses_demonstrations and draw(position, seed=seed, purpose="gkd") >= config.gkd_lambda:
         rows = (row for row in batch.rows for _ in range(config.group_size))
         demonstrations = [prompts.demonstrations[row] for row in rows]
         return SampledRollout(list(batch.inputs), demonstrations, {"on_policy": 0.0})

@@ -70,7 +70,6 @@ ELSEWHERE = {
     "ratings.jsonl": "tests/inference/test_ratings.py, as a run has none yet",
     "inference.serve": "tests/inference/serve/test_command.py, as a server does not end",
     "--config arithmetic-grpo.yaml": "minutes; as a dry run in tests/test_train_cli.py",
-    "podman ": "a container engine",
     "steps.jsonl": "tests/step2_reward/test_steps.py, as the run here has no such rows",
     "--ppo.reward.path OUT/step2_reward ...": "tests/step3_ppo/test_class_rewards.py",
     "--push-to-hub": "tests/pipeline/run/test_push.py",

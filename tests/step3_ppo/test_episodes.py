@@ -38,7 +38,7 @@ def run_episodes(
 ) -> list[EpisodeResponse]:
     """Run one episode per row, with keys from `first`."""
     keys = range(first, first + len(extra))
-    batch = PromptBatch(groups=[], prompts=make_prompts(models, *extra), rows=[], keys=list(keys))
+    batch = PromptBatch([], make_prompts(models, *extra), [], list(keys), number=0)
     submit = ResponseSubmitter(models.sources, batch.prompts, models.chat)
     episodes = sample_responses(models, batch, config, on_response=submit)
     assert all(isinstance(episode, EpisodeResponse) for episode in episodes)

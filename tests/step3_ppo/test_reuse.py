@@ -106,7 +106,7 @@ def test_only_the_first_iteration_scores_its_rollout_twice(toy: Path, tmp_path: 
     prompts, passes = load_prompts(chat, config), list[str]()
     run = Run(config, name=config.step_name, total_steps=2, mesh=current_mesh())
     with run, RewardSources(config) as sources:
-        ppo = set_up(config, chat, prompts, run, sources)
+        ppo = set_up(config, chat, prompts, run, sources, None)
         for step in (1, 2):
             hook = ppo.models.actor.model.register_forward_hook(
                 lambda *_, step=step: passes.append(f"{step}{'+' * torch.is_grad_enabled()}")
