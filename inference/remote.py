@@ -6,9 +6,9 @@ responses don't depend on the number of processes.
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
-from types import TracebackType
 from typing import Any
 
 from torch import nn
@@ -26,7 +26,7 @@ from pipeline.system.signals import EXIT_INTERRUPTED, EXIT_REQUEUE, INTERRUPTS, 
 
 @dataclass(frozen=True)
 class Message:
-    """What a process sends to all others: prompts, the responses to them, or the end of the job."""
+    """A message to all other processes: prompts, the responses to them, or the end of the job."""
 
     prompts: Sequence[KeyedPrompt] = ()
     responses: Mapping[int, Response] = field(default_factory=dict[int, Response])
@@ -43,11 +43,7 @@ class Message:
 
 
 class RemoteGenerator:
-    """The generating processes, as used by the training processes; its methods are collectives.
-
-    It is a context manager: if it is left without an error, or because all training processes
-    agreed to stop, the generating processes end with the same exit code.
-    """
+    """The generating processes, as used by the training processes; its methods are collectives."""
 
     def __init__(self, groups: RolloutGroups) -> None:
         self._groups = groups
@@ -135,23 +131,27 @@ class RemoteGenerator:
             raise RuntimeError("generation did not use the weights that were sent to it")
         self._ahead = {key: value for r in replies for key, value in r.responses.items()}
 
-    def __enter__(self) -> "RemoteGenerator":
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        # After an error, or a signal to this process alone, the others may not get here: leave it
-        # to the closed connections and the watchdog to end the generating processes.
-        if error is not None and not isinstance(error, JobStopped):
-            return
+    def end(self, code: int) -> None:
+        """Make the generating processes exit with this code."""
         if self._is_waiting:
             self._groups.job.gather_objects(Message())
-        code = 0 if error is None else int(str(error.code))
         self._groups.job.gather_objects(Message(exit_code=code))
+
+
+@contextmanager
+def remote_generation(groups: RolloutGroups) -> Iterator[RemoteGenerator]:
+    """Context manager that ends the generating processes with the training processes.
+
+    After an error, or a signal to this process alone, the other training processes may not get
+    here; closed connections or the watchdog then end the generating processes.
+    """
+    generator = RemoteGenerator(groups)
+    try:
+        yield generator
+    except JobStopped as stopped:
+        generator.end(int(str(stopped.code)))
+        raise
+    generator.end(0)
 
 
 def broadcast_weights(model: nn.Module, group: Group) -> None:

@@ -17,7 +17,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
-from inference.remote import RemoteGenerator
+from inference.remote import RemoteGenerator, remote_generation
 from pipeline.cli.options import run_main
 from pipeline.data.chat.chat_format import ChatFormat
 from pipeline.engine.checkpoint.parts import BestWeights
@@ -154,7 +154,7 @@ def train(config: PPOConfig) -> Path:
     prompts = load_prompts(chat, config)
     total_steps = prompts.stream.num_steps(config.epochs, config.max_steps)
     with (
-        nullcontext() if mesh.rollout is None else RemoteGenerator(mesh.rollout) as remote,
+        nullcontext() if mesh.rollout is None else remote_generation(mesh.rollout) as remote,
         Run(config, name=config.step_name, total_steps=total_steps, mesh=mesh) as run,
         RewardSources(config) as sources,
     ):
