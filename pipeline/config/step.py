@@ -94,7 +94,7 @@ class Generation:
     @property
     def max_concurrent(self) -> int:
         """Responses generated at once by the processes that generate together."""
-        return -(-self.count // self.shared_by) * self.tensor_parallel
+        return -(-self.count * self.tensor_parallel // self.shared_by)
 
     @property
     def slots(self) -> int:
@@ -198,7 +198,7 @@ class Workload:
         return self.generation is not None and self.generation.phase == "each iteration"
 
 
-Tracker = Literal["tensorboard", "wandb", "trackio", "mlflow"]
+Tracker = Literal["tensorboard", "wandb", "trackio"]
 
 
 @dataclass(frozen=True)

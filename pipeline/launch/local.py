@@ -19,7 +19,7 @@ CPU_PROCESSES = 2
 
 FORWARDED = re.compile(
     r"(NCCL|GLOO|UCX|FI|OMP|MKL|KMP|TORCH|PYTORCH|HF|TRANSFORMERS|TOKENIZERS)_\w+"
-    r"|(WANDB|TRACKIO|MLFLOW)_\w+|PYTHON(?!PATH)\w+|CUDA_(?!VISIBLE_DEVICES)\w+"
+    r"|(WANDB|TRACKIO)_\w+|PYTHON(?!PATH)\w+|CUDA_(?!VISIBLE_DEVICES)\w+"
     r"|CUBLAS_WORKSPACE_CONFIG|(HTTPS?|NO|ALL)_PROXY|(https?|no|all)_proxy|RLHF_(PLANNED|THREADS)"
 )
 """Environment variables passed to other machines, except devices and paths."""

@@ -1,9 +1,8 @@
-"""Destinations of metrics in addition to metrics.jsonl: TensorBoard, W&B, Trackio and MLflow."""
+"""Destinations of metrics in addition to metrics.jsonl: TensorBoard, W&B and Trackio."""
 
 import json
 import logging
 import os
-import re
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -77,25 +76,7 @@ def trackio(run: TrackedRun, old_id: str) -> Sink:
     return Sink(lambda step, metrics: opened.log(dict(metrics), step), trackio.finish, name)
 
 
-def mlflow(run: TrackedRun, old_id: str) -> Sink:
-    """Open a sink for a run of the MLflow experiment in MLFLOW_EXPERIMENT_NAME."""
-    import mlflow
-
-    mlflow.set_experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT))
-    opened = mlflow.start_run(run_id=old_id or None, run_name=None if old_id else run.name)
-    params = list(flatten(run.settings).items()) if not old_id else []  # they can't change
-    for start in range(0, len(params), 100):  # the most in one request
-        mlflow.log_params(_sanitize(dict(params[start : start + 100])))
-    run_id = opened.info.run_id
-    return Sink(lambda step, new: mlflow.log_metrics(_sanitize(new), step), mlflow.end_run, run_id)
-
-
-def _sanitize(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Replace the characters that MLflow rejects in names, as in `pass@1`, with `_`."""
-    return {re.sub(r"[^\w./: -]", "_", name): value for name, value in values.items()}
-
-
-OPENERS = {opener.__name__: opener for opener in (tensorboard, wandb, trackio, mlflow)}
+OPENERS = {opener.__name__: opener for opener in (tensorboard, wandb, trackio)}
 
 
 class Trackers:

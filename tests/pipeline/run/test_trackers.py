@@ -43,10 +43,10 @@ def test_failing_tracker_is_reported_once_and_disabled(caplog: pytest.LogCapture
     ]
 
 
-@pytest.mark.skipif(importlib.util.find_spec("mlflow") is not None, reason="mlflow is installed")
+@pytest.mark.skipif(importlib.util.find_spec("wandb") is not None, reason="wandb is installed")
 def test_missing_tracker_package_raises_with_the_install_command(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="run `pip install mlflow`"):
-        SFTConfig(output_dir=tmp_path, trackers=("mlflow",)).require_trackers()
+    with pytest.raises(ConfigError, match="run `pip install wandb`"):
+        SFTConfig(output_dir=tmp_path, trackers=("wandb",)).require_trackers()
 
 
 def test_tensorboard_gets_every_scalar(tmp_path: Path) -> None:
@@ -60,20 +60,6 @@ def test_tensorboard_gets_every_scalar(tmp_path: Path) -> None:
 
     events = accumulators.EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert [(event.step, event.value) for event in events.Scalars("loss")] == [(1, 2.0), (2, 1.0)]
-
-
-def test_mlflow_gets_settings_and_resumes_its_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "mlruns").as_uri())
-    client = pytest.importorskip("mlflow").MlflowClient()
-
-    run_id = track_and_resume("mlflow", tmp_path)
-
-    assert client.get_run(run_id).data.params == {"optim.lr": "0.5"}
-    history = client.get_metric_history(run_id, "loss")
-    assert [(point.step, point.value) for point in history] == [(1, 2.0), (2, 1.0)]
 
 
 def test_trackio_resumes_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
