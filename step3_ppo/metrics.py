@@ -149,15 +149,12 @@ def correction_statistics(rollout: Rollout) -> dict[str, float]:
 
 def repeated_tokens(experience: Experience) -> int:
     """Count the response tokens that complete a repeated trigram, a sign of loops."""
-    repeated = 0
-    for sequence in experience.sequences:
-        ids = [
-            token
-            for token, trained in zip(sequence.input_ids, sequence.trained, strict=True)
-            if trained
-        ]
-        repeated += repeated_trigrams(ids)
-    return repeated
+    return sum(
+        repeated_trigrams(
+            [t for t, is_trained in zip(s.input_ids, s.trained, strict=True) if is_trained]
+        )
+        for s in experience.sequences
+    )
 
 
 def episode_statistics(responses: Sequence[Response], config: PPOConfig) -> dict[str, float]:

@@ -142,7 +142,7 @@ class RewardModel:
         self.text = text
         """Converter of tokens; None if the reward model has the actor's tokenizer and template."""
         self.mean, self.std = 0.0, 1.0
-        """Moments of the first rollout's scores, set by `Models.set_score_normalization`."""
+        """Moments of the first rollout's scores, set by `step3_ppo.train.normalize_scores`."""
 
     def scores(self, batches: Sequence[TokenBatch]) -> list[Float[Tensor, " B"]]:
         """Compute each batch's raw scores: at sequences' last tokens, or from their steps."""
@@ -186,14 +186,14 @@ class Reference:
 class Critic(nn.Module):
     """Estimates the value of the state before each response token, on the scale of PPO's reward.
 
-    It is initialized from the reward model, whose score is normalized like the reward;
-    `step3_ppo.update.pretrain_critic` then trains it on the first rollout.
+    A value is a linear function of the model's score, which is initially the reward model's;
+    `step3_ppo.update.fit_values` fits the function to the first rollout.
     """
 
     def __init__(self, model: nn.Module, *, kernels: Kernels = "auto") -> None:
         super().__init__()
         self.scorer = Scorer(model, kernels=kernels)
-        self.mean, self.std = 0.0, 1.0
+        self.slope, self.intercept = 1.0, 0.0
 
     def forward(
         self, batch: TokenBatch, *, labels: bool = False
@@ -201,7 +201,7 @@ class Critic(nn.Module):
         """Return values from the token before each target; with `labels`, the scorer's outputs."""
         if labels:
             return self.scorer(batch, labels=True)
-        return (self.scorer(batch)[batch.before_targets] - self.mean) / self.std
+        return self.scorer(batch)[batch.before_targets] * self.slope + self.intercept
 
 
 class CriticStage(nn.Module):
@@ -262,13 +262,11 @@ class Models:
         """The actor's Hugging Face model, with its adapters if it has any."""
         return cast("Policy", self.actor.model).model
 
-    def set_score_normalization(self, mean: float, std: float) -> None:
-        """Use these moments to normalize the reward model's scores and the critic's values."""
-        assert self.reward is not None
-        self.reward.mean, self.reward.std = mean, std
+    def set_value_line(self, slope: float, intercept: float) -> None:
+        """Let the critic's values be this linear function of its model's scores."""
         critic = None if self.critic is None else self.critic.model
         if isinstance(critic, Critic):  # not a pipeline stage without the head
-            critic.mean, critic.std = mean, std
+            critic.slope, critic.intercept = slope, intercept
 
     @property
     def value_model(self) -> nn.Module:
@@ -311,7 +309,7 @@ def load_models(
     )
     set_stop_tokens(actor, chat.stop_ids)
     require_context(base_model(actor), "actor", config)
-    value_passes = load_critic(config, tokenizer, total_steps=updates + VALUE_EPOCHS * minibatches)
+    value_passes = load_critic(config, tokenizer, total_steps=updates)
     engines = [passes.engine for passes in (policy_passes, value_passes) if passes is not None]
     return Models(
         actor=policy_passes.engine,
@@ -332,10 +330,6 @@ def load_models(
         value_passes=value_passes,
         remote=remote,
     )
-
-
-VALUE_EPOCHS = 4
-"""Passes of the critic over the first rollout before the actor is trained on it."""
 
 
 def load_critic(

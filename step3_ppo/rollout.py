@@ -336,7 +336,8 @@ def _replace_groups(
     """Replace these groups of the full rollout, in place, by those of the next prompts."""
     assert sampled.source_rewards is not None
     batch = prompts.next_batch(groups)
-    rows = _response_rows(batch.groups, config.group_size)
+    size, processes = config.group_size, current_mesh().data.size
+    rows = [group // processes * size + i for group in batch.groups for i in range(size)]
     new_responses = sample_and_submit(models, batch, config)
     for row, prompt, response in zip(rows, batch.inputs, new_responses, strict=True):
         sampled.inputs[row], sampled.responses[row] = prompt, response
@@ -399,12 +400,6 @@ def find_dead_groups(
     is_dead = all_equal(grouped, counted.view_as(grouped))[:, 0].tolist()
     local = [i * data.size + data.rank for i, dead in enumerate(is_dead) if dead]
     return sorted(group for groups in data.gather_objects(local) for group in groups)
-
-
-def _response_rows(groups: Sequence[int], group_size: int) -> list[int]:
-    """Return the rows of these groups' responses on this process."""
-    size = current_mesh().data.size
-    return [group // size * group_size + sample for group in groups for sample in range(group_size)]
 
 
 def _groups_to_redo(models: Models, sampled: SampledRollout, config: PPOConfig) -> list[int]:

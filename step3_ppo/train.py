@@ -39,7 +39,7 @@ from step3_ppo.models import Models, load_models, serve_rollouts
 from step3_ppo.reward_sources import RewardSources
 from step3_ppo.rewards import compute_rewards, measure_scores
 from step3_ppo.rollout import Prompts, load_prompts, request_next, sample_responses, sample_rollout
-from step3_ppo.update import Ema, PtxStream, open_ptx, pretrain_critic, update_policy
+from step3_ppo.update import Ema, PtxStream, fit_values, open_ptx, update_policy
 
 logger = logging.getLogger(__name__)
 
@@ -109,6 +109,8 @@ def set_up(
         guards=guards,
     )
     normalize_scores(models, prompts, config, checkpoints)
+    if checkpoints.done > 0:
+        models.set_value_line(*checkpoints.once("values", lambda: (1.0, 0.0)))
     evaluator.begin(checkpoints, run)
     ppo = Setup(models, prompts, ema, ptx, guards, evaluator, checkpoints)
     apply_rollbacks(ppo)
@@ -139,7 +141,7 @@ def normalize_scores(
         return measure_scores(models, batch.inputs, responses, config)
 
     mean, std = checkpoints.once("moments", measure)
-    models.set_score_normalization(mean, std)
+    models.reward.mean, models.reward.std = mean, std
     logger.info("normalizing scores by the first rollout's mean %.4g and std %.4g", mean, std)
 
 
@@ -182,13 +184,16 @@ def iterate(ppo: Setup, config: PPOConfig, run: Run, *, step: int) -> dict[str, 
     clock.end("generation")
     inputs = models, sampled.inputs, sampled.responses, config
     kl_coef = config.kl_weight * 2.0**ppo.guards.rollbacks
-    pretrain = step == 1 and models.critic is not None
-    experience = score_responses(*inputs, score=sampled.score, step=None if pretrain else step)
+    fit = step == 1 and models.critic is not None
+    if fit:  # again after a rollback to the start
+        models.set_value_line(1.0, 0.0)
+    experience = score_responses(*inputs, score=sampled.score, step=None if fit else step)
     rewards = compute_rewards(
         models, experience.score, experience.stopped, config, source_rewards=sampled.source_rewards
     )
-    if pretrain:
-        pretrain_critic(models, experience, rewards, config, kl_coef=kl_coef)
+    if fit:
+        line = fit_values(experience, rewards, config, kl_coef=kl_coef)
+        models.set_value_line(*ppo.checkpoints.once("values", lambda: line))
         experience = score_responses(*inputs, score=experience.score, step=step)
     rollout = compute_advantages(
         experience, rewards.reward, config, kl_coef=kl_coef, counted=rewards.known

@@ -1,5 +1,6 @@
 """The updates of actor and critic on one rollout."""
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -7,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from evaluation.statistics import global_moments
 from pipeline.data.batches import RowStream, TokenBatch, collate_or_empty, micro_batches
 from pipeline.data.chat.chat_format import ChatFormat
 from pipeline.data.sharing.prompts import PromptRecord
@@ -27,7 +29,7 @@ from step3_ppo.experience import (
     compute_advantages,
 )
 from step3_ppo.losses import KL_LOSSES, LOSSES, TrustRegion, Weighting, policy_ratio, value_loss
-from step3_ppo.models import VALUE_EPOCHS, Models, split_micro_batches
+from step3_ppo.models import Models, split_micro_batches
 from step3_ppo.rewards import ResponseRewards
 
 
@@ -193,31 +195,35 @@ def update_policy(
     return updates
 
 
-def pretrain_critic(
-    models: Models,
-    experience: Experience,
-    rewards: ResponseRewards,
-    config: PPOConfig,
-    *,
-    kl_coef: float,
-) -> None:
-    """Train only the critic on the first rollout (Yuan et al. 2025, arXiv:2503.01491).
+MIN_CORRELATION = 0.5
+"""Minimum ratio of the standard deviation of the first values to that of their returns."""
+
+
+def fit_values(
+    experience: Experience, rewards: ResponseRewards, config: PPOConfig, *, kl_coef: float
+) -> tuple[float, float]:
+    """Return slope and intercept of a line that predicts returns from the critic's values.
 
     A reward model is not trained to score intermediate tokens, so its scores estimate values worse
-    than a constant does. Targets are returns with lambda 1, which don't depend on the critic. Its
-    values may change freely (no `value_clip`), since the actor has not learned from them yet.
+    than a constant does (Yuan et al. 2025, arXiv:2503.01491). The line is the least-squares line
+    for a correlation of at least `MIN_CORRELATION`: the critic learns slowly with a small slope.
+    If all values or all returns are equal, the slope is 1. The returns are those with lambda 1,
+    which don't depend on the critic.
     """
-    assert models.critic is not None
-    config = replace(config, lam=1.0, value_clip=None)
     rollout = compute_advantages(
-        experience, rewards.reward, config, kl_coef=kl_coef, counted=rewards.known
+        experience, rewards.reward, replace(config, lam=1.0), kl_coef=kl_coef, counted=rewards.known
     )
-    for epoch in range(VALUE_EPOCHS):
-        for rows in local_minibatches(config, step=0, epoch=epoch):
-            weighting, _ = _get_weights(rollout, rows, config)
-            batches = _split_rows(rollout, rows, config)
-            _backward_values(models, batches, config, weighting, forward=None)
-            models.critic.step()
+    assert experience.values is not None
+    assert rollout.returns is not None
+    mask = experience.mask & rollout.counted[:, None]
+    mean_x, variance_x = global_moments(experience.values, mask)
+    mean_y, variance_y = global_moments(rollout.returns, mask)
+    products = (experience.values - mean_x) * (rollout.returns - mean_y)
+    slope = 1.0
+    if variance_x > 1e-10 * mean_x**2 and variance_y > 1e-10 * mean_y**2:  # more than rounding
+        smallest = MIN_CORRELATION * math.sqrt(variance_y / variance_x)
+        slope = max(global_moments(products, mask)[0] / variance_x, smallest)
+    return slope, mean_y - slope * mean_x
 
 
 def local_minibatches(config: PPOConfig, *, step: int, epoch: int) -> Iterator[list[int]]:

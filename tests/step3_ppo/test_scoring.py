@@ -55,16 +55,18 @@ def test_score_moments_use_only_stopped_responses(models: Models, toy: Path) -> 
 
 
 @pytest.mark.jobs
-def test_score_moments_of_the_first_rollout_survive_a_resume(tmp_path: Path) -> None:
+def test_moments_of_the_first_rollout_survive_a_resume(tmp_path: Path) -> None:
     save_models(tmp_path)
     config = toy_config(tmp_path, max_steps=2, save_every=1, max_prompt_length=40)
     config = replace(config, data=replace(config.data, max_eval_rows=4))
 
     first, second = run_full_and_resumed(config, tmp_path)
 
-    full = tmp_path / "full"
-    scores = [line["reward_score"] for line in first if "reward_score" in line]
-    assert scores == [line["reward_score"] for line in second if "reward_score" in line]
-    mean, std = Checkpoint.open(full / "checkpoints" / "step_00000002").state["once"]["moments"]
+    for metric in ("reward_score", "value"):
+        values = [line[metric] for line in first if metric in line]
+        assert values == [line[metric] for line in second if metric in line]
+    once = Checkpoint.open(tmp_path / "full" / "checkpoints" / "step_00000002").state["once"]
+    (mean, std), (slope, intercept) = once["moments"], once["values"]
     assert std > 0
-    assert math.isfinite(mean)
+    assert slope not in (0, 1)
+    assert math.isfinite(mean + intercept)

@@ -3,16 +3,17 @@
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from step3_ppo.experience import compute_advantages, score_responses
-from step3_ppo.metrics import critic_statistics, rollout_statistics
+from step3_ppo.metrics import rollout_statistics
 from step3_ppo.rewards import ResponseRewards, score_to_reward
 from step3_ppo.rollout import generate_responses
-from step3_ppo.update import PtxStream, pretrain_critic, update_policy
+from step3_ppo.update import PtxStream, fit_values, update_policy
 from tests.distributed import rank, run_ranks, world_size
 from tests.pipeline.engine.inspection import get_gradients
 from tests.step3_ppo.toy import (
@@ -40,17 +41,31 @@ def test_first_minibatch_has_a_ratio_of_exactly_1(toy: Path) -> None:
     assert metrics["value_clip_fraction"] == 0.0
 
 
-def test_only_the_critic_is_fitted_to_the_first_rollout(toy: Path) -> None:
+def test_line_of_the_first_values_has_the_mean_and_the_scale_of_the_returns(toy: Path) -> None:
     config = toy_config(toy)
     models = toy_models(config)
-    before, actor = toy_rollout(models, config), flat_weights(models.actor.model)
-    rewards = ResponseRewards(before.reward_score, before.reward_score)
+    models.set_value_line(1.0, 0.0)
+    rollout = toy_rollout(models, config)
+    mask, scores, values = rollout.experience.mask, rollout.reward_score, rollout.experience.values
+    returns = scores[:, None].expand_as(mask)[mask]  # without KL, every token's return
 
-    pretrain_critic(models, before.experience, rewards, config, kl_coef=config.kl_coef)
+    def fit(values: Tensor, rewards: Tensor) -> tuple[float, float]:
+        experience = replace(rollout.experience, values=values)
+        return fit_values(experience, ResponseRewards(rewards, rewards), config, kl_coef=0.1)
 
-    assert relative_error(flat_weights(models.actor.model), actor) == 0
-    assert critic_statistics(before)["explained_variance"] < 0
-    assert critic_statistics(toy_rollout(models, config))["explained_variance"] > 0
+    line = fit(values, scores)
+    models.set_value_line(*line)
+    after = toy_rollout(models, config).experience.values[mask]
+
+    assert abs(np.corrcoef(values[mask], returns)[0, 1]) < 0.5  # the assumed correlation
+    torch.testing.assert_close(after.mean(), returns.mean())
+    torch.testing.assert_close(after.std(), 0.5 * returns.std())
+    correlated = 0.1 * values + scores[:, None]
+    expected = np.polyfit(correlated[mask].double(), returns.double(), 1)
+    assert fit(correlated, scores) == pytest.approx(expected, rel=1e-4)
+    # Without variance the critic keeps its scale, so that it can learn.
+    assert fit(0 * values + 3, scores) == pytest.approx((1, returns.mean().item() - 3))
+    assert fit(values, torch.ones(8)) == pytest.approx((1, 1 - values[mask].mean().item()))
 
 
 def test_gradients_match_the_formulas_per_sequence(toy: Path) -> None:

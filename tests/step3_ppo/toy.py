@@ -66,10 +66,11 @@ def toy_config(directory: Path, **changes: Any) -> PPOConfig:
 
 
 def toy_models(config: PPOConfig) -> Models:
-    """Return the models that step 3 loads, with hand-set score moments."""
+    """Return the models that step 3 loads, with hand-set moments of scores and values."""
     models = load_models(config, load_chat(config.actor, config.data), iterations=4)
     if models.reward is not None and config.normalize_score:
-        models.set_score_normalization(0.5, 2.0)
+        models.reward.mean, models.reward.std = 0.5, 2.0
+        models.set_value_line(0.5, -0.25)
     return models
 
 
