@@ -208,7 +208,8 @@ class HeldOut(HeldOutPrompts):
         if self.config.rewards or self.config.is_distillation:  # their scores are the objective
             scores = [response.score for response in responses if response.score is not None]
             return mean(scores) - penalty
-        score = torch.tensor([response.score for response in responses])
+        scores = [math.nan if response.score is None else response.score for response in responses]
+        score = torch.tensor(scores)
         stopped = torch.tensor([response.stopped for response in responses])
         reward = score_to_reward(score, stopped, self.models, self.config)
         return reward.double().mean().item() - penalty
@@ -255,7 +256,7 @@ class Evaluator:
         self.before = HeldOutResponses.from_dict(state)
         responses = self.before.sampled[: len(self.subset.prompts)]
         require(
-            any(response.score is not None for response in responses),
+            not self.config.rewards or any(response.score is not None for response in responses),
             "no response to a held-out prompt has a reward: none of the sources in ppo.rewards"
             " applies; check the columns that they read, for example for non-numeric answers",
         )
@@ -278,6 +279,7 @@ class Evaluator:
 
         Raises:
             DivergedError: the actor's metrics are not finite.
+            RewardError: a reward source fails on too many responses.
         """
         if step % self.config.samples_every == 0:
             self.held_out.print_samples(step)
@@ -285,7 +287,7 @@ class Evaluator:
             return
         with self.subset.generating() as actor:
             responses = self.subset.respond(actor, temperature=self.config.temperature)
-        scored = self.subset.score_all(responses)
+        scored = self.subset.score_all(responses, strict=True)
         metrics = self._get_metrics(scored, kl=self.subset.compute_kl(responses))
         is_eligible = metrics.get(GOLD, math.inf) >= self.min_gold
         self.best.update(-metrics["objective"], step=step, may_be_best=is_eligible)

@@ -323,8 +323,7 @@ class Evaluator:
         exported = self.held_out.by_prompt(after.sampled)
         details = {"eval_by_prompt": {"exported": exported}} if exported else {}
         known = {name: value for name, value in evaluation.items() if value is not None}
-        last_step = run.step if guards.stopped else run.total_steps
-        run.log_eval(last_step, known, details=details)
+        run.log_eval(run.step, known, details=details)
         warn_if_not_improved(self.initial, row_metrics, best, config)
         changed = best.exported_step != best.last_step or guards.stopped
         tasks = self.tasks.summary(self.initial_tasks, changed=changed)

@@ -147,6 +147,11 @@ def test_normalized_model_score_is_combined_with_functions(toy: Path, file: Path
     }
 
 
+def test_failing_function_ends_the_run_before_training(toy: Path, file: Path) -> None:
+    with pytest.raises(RewardError, match=r"raises failed on 4 of 4.*no such answer"):
+        train(group_config(toy, make_source(file, "raises"), output_dir=file.parent / "out"))
+
+
 @pytest.mark.jobs
 def test_run_resumes_after_a_reward_function_fails(toy: Path, file: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
@@ -156,10 +161,10 @@ def test_run_resumes_after_a_reward_function_fails(toy: Path, file: Path, tmp_pa
         output_dir=out,
         max_steps=3,
         save_every=1,
-        eval_every=0,
+        eval_every=2,  # breaks in the first evaluation
     )
 
-    with pytest.raises(RewardError, match=r"breaks_later failed on 8 of 8.*out of paper"):
+    with pytest.raises(RewardError, match=r"breaks_later failed on 4 of 4.*out of paper"):
         train(config)
     steps = [line["step"] for line in read_metrics(out)]
     (file.parent / "fixed").touch()
