@@ -269,7 +269,7 @@ class PreferenceConfig(TaskSettings, EarlyStopping, GuardSettings):
                 prompt_length=self.max_prompt_length,
                 new_tokens=self.max_new_tokens,
                 tensor_parallel=self.parallel.tp,
-                shared_by=self.parallel.pp,
+                shared_by=self.parallel.pp * self.parallel.tp,
             ),
         )
 

@@ -127,7 +127,7 @@ MEASURED_SECONDS = 0.2
 def data_sheet_flops(name: str) -> tuple[float, str] | None:
     """Return a GPU's peak operations per second and its card, given its name; None if unknown."""
     for card in sorted(TFLOPS, key=len, reverse=True):
-        if card.lower() in name.lower():
+        if re.search(rf"{card}(?!\d)", name, re.IGNORECASE):  # an A1000 is not an A100
             return 1e12 * TFLOPS[card], card
     return None
 

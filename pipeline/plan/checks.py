@@ -132,14 +132,15 @@ def _check_processes(plan: Plan, stage: Stage) -> None:
     """Check that the parallel sizes divide the processes, and that each one gets a prompt."""
     settings: Any = plan.configs[stage.name]
     settings.check_processes(plan.machine.world, section=stage.prefix)
-    world = settings.workload(plan.machine.world).world
+    work = settings.workload(plan.machine.world)
+    world, shares = work.world, work.data_processes
     rollout, tp_size = (getattr(settings, f"{n}_size", None) for n in ("rollout", "inference_tp"))
     group = getattr(settings, "group_size", 1)
     in_groups = f" in groups of {group}" if group > 1 else ""
     require(
-        rollout is None or rollout // group >= world,
-        f"{stage.prefix}.rollout_size {rollout}{in_groups} leaves some of the {world} processes"
-        " without a prompt; raise it, or start fewer processes",
+        rollout is None or rollout // group >= shares,
+        f"{stage.prefix}.rollout_size {rollout}{in_groups} leaves some of the {shares}"
+        " data-parallel processes without a prompt; raise it, or start fewer processes",
     )
     require(
         tp_size is None or world % tp_size == 0,

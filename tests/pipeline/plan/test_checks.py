@@ -97,7 +97,7 @@ ERRORS: tuple[tuple[str, str], ...] = (
     (
         "--deployment-type single_node --num-processes 2 --ppo.advantage grpo --ppo.group_size 8"
         " --ppo.rollout_size 8 --ppo.batch_size 8",
-        "ppo.rollout_size 8 in groups of 8 leaves some of the 2 processes without a prompt",
+        "ppo.rollout_size 8 in groups of 8 leaves some of the 2 data-parallel",
     ),
 )
 """Errors of later steps, and a part of each message."""
@@ -112,3 +112,14 @@ def test_errors_of_later_steps_are_raised_before_the_first(
     error = get_error(tmp_path / "out", *valid, *argv.split())
 
     assert message.replace("{out}", f"{tmp_path}/out") in error
+
+
+def test_processes_of_a_tensor_parallel_group_share_prompts(tmp_path: Path) -> None:
+    argv = ["--actor-model", "embedded", "--output-dir", str(tmp_path), "--plan-for", "8xA100-80GB"]
+    argv += ["--tensor-parallel", "4", "--ppo.rollout_size", "4", "--ppo.batch_size", "4"]
+    plan = make_plan(argv, STAGES)
+
+    check_settings(plan)
+
+    generation = plan.configs["step3_ppo"].workload(8).generation
+    assert generation.max_concurrent == 2  # the prompts of a group of four processes
