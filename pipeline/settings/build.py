@@ -132,7 +132,9 @@ def merge(
         head, _, key = name.rpartition(".")
         settings = {name: value}
         if head and typing.get_origin(get_type(config_class, head)) is dict:
-            settings = {head: {**_get_value(config_class, merged, head), key: value}}
+            entries = _get_value(config_class, merged, head) or {}
+            require(isinstance(entries, dict), f"{section}{head} must be a mapping, got {entries}")
+            settings = {head: {**entries, key: value}}
         apply(config_class, merged, unflatten(settings), "", "")
     return merged
 
@@ -171,8 +173,21 @@ def _get_value(config_class: type, merged: Mapping[str, Any], name: str) -> Any:
 
 
 def _normalize_value(kind: object, value: object, name: str, source: str) -> object:
-    """Convert a value from a file to its type: one item to a list, a date to text."""
+    """Convert a value from a file to its type: one item to a list, a date to text.
+
+    Raises:
+        ConfigError: a number is true or false; YAML reads yes, no, on and off so.
+    """
     item_class = items_class(kind)
+    if isinstance(value, bool):
+        choices = typing.get_args(without_none(kind)) or (kind,)
+        types = {choice if isinstance(choice, type) else type(choice) for choice in choices}
+        if not value and "off" in choices:
+            return "off"
+        require(
+            bool in types or not types & {int, float},
+            f"{name}{source} must be a number, got {value}",
+        )
     if item_class is not None and value is not None:
         preset = expand_keyword(item_class, value)
         return _check_items(item_class, value, name, source) if preset is None else preset

@@ -17,6 +17,8 @@ MESSAGES = (
     ("lr: 1", "there is no setting lr in {}; did you mean model.lora.lr or model.optim.lr?"),
     ("model: {optim: {lr: fast}}", "model.optim.lr in {} must be a number, got fast"),
     ("epochs: -1", "epochs in {} must be positive, got -1.0"),
+    ("epochs: yes", "epochs in {} must be a number, got True"),
+    ("model: {zero_stage: true}", "model.zero_stage in {} must be a number, got True"),
     ("seed: null", "seed in {} must be an integer, got null"),
     ("a: " + 3000 * "[", "--config {} is nested too deeply"),
 )
@@ -32,3 +34,12 @@ def test_error_names_the_settings_file_and_line(tmp_path: Path, text: str, messa
         parse_step(SFTConfig, ["--config", str(file)])
 
     assert message.replace("{}", str(file)) in str(error.value)
+
+
+def test_off_is_text_and_an_empty_mapping_takes_entries(tmp_path: Path) -> None:
+    file = tmp_path / "my.yaml"
+    file.write_text("model: {kernels: off}\ndata:\n  fields:\n")
+
+    config = parse_step(SFTConfig, ["--config", str(file), "--data.fields.prompt", "q"])
+
+    assert (config.model.kernels, config.data.fields) == ("off", {"prompt": "q"})
