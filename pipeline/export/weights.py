@@ -40,8 +40,9 @@ class MergedExport:
     def write(self, directory: Path) -> None:
         """Write the weights in the base's data type, the settings and the tokenizer."""
         base = self.base.directory
-        if self.adapted is not None:
-            merged, self.adapted = self.adapted.merge_and_unload(), None
+        merged = None if self.adapted is None else self.adapted.merge_and_unload()
+        self.adapted = None
+        if merged is not None:
             merged.to(dtype=_dtype(self.base)).save_pretrained(directory)  # round only once
         else:
             files = {stored.file for stored in stored_tensors(base).values()}
@@ -49,6 +50,8 @@ class MergedExport:
                 shutil.copyfile(file, directory / file.name)
         for source_directory in (base, *([self.source] if self.has_adapter else [])):
             copy_settings(source_directory, directory)
+        if merged is not None:  # tied layers differ if the adapter trains one of them
+            merged.config.save_pretrained(directory)
 
     def verify(self, directory: Path) -> list[str]:
         """Compare the outputs of the written model with those of the base and its adapter."""

@@ -12,8 +12,6 @@ from pipeline.engine.checkpoint.history import list_candidates
 from pipeline.system.errors import CheckpointError, ConfigError
 from pipeline.system.installation import MODULE
 
-EXIT_DAMAGED = 1
-
 
 def main(argv: Sequence[str]) -> None:
     """Run the command in `argv`.
@@ -50,7 +48,7 @@ def verify(options: argparse.Namespace) -> None:
                 f" bytes in {time.perf_counter() - start:.1f} s"
             )
     if damaged:
-        raise SystemExit(EXIT_DAMAGED)
+        raise SystemExit(1)
 
 
 def consolidate(options: argparse.Namespace) -> None:

@@ -34,12 +34,6 @@ def num_chunks(world_size: int) -> int:
     return math.lcm(CHUNKS, world_size)
 
 
-def padded_size(numel: int, world_size: int) -> int:
-    """Round up so that the size of each of the `num_chunks` chunks is a multiple of ALIGNMENT."""
-    multiple = num_chunks(world_size) * ALIGNMENT
-    return -(-numel // multiple) * multiple
-
-
 def lay_out(params: Mapping[str, nn.Parameter], *, decay: bool) -> tuple[dict[str, int], int, int]:
     """Return each parameter's offset, the start of those without weight decay, and the size.
 
@@ -123,7 +117,8 @@ class FlatParams:
         self.unit, self.settings, self.comm, self.placement = unit, settings, comm, placement
         self.offsets, self.no_decay_start, used = lay_out(params, decay=settings.weight_decay > 0)
         self.params = {name: params[name] for name in self.offsets}
-        self.numel = padded_size(used, comm.size)
+        multiple = num_chunks(comm.size) * ALIGNMENT
+        self.numel = -(-used // multiple) * multiple
         if self.no_decay_start == used:  # weight decay applies to all
             self.no_decay_start = self.numel
         self.shard_numel = self.numel // comm.size

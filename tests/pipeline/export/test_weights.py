@@ -1,5 +1,6 @@
 """Merged models and separate adapters, compared with peft; invalid input of the command."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,7 @@ def test_merging_an_adapter_of_one_tied_layer_unties_the_weights(
 
     merged, ids = AutoModelForCausalLM.from_pretrained(tmp_path / "out"), torch.tensor([[5, 6, 7]])
     torch.testing.assert_close(merged(ids).logits, peft(ids).logits, rtol=0, atol=1e-5)
+    assert not json.loads((tmp_path / "out" / "config.json").read_text())["tie_word_embeddings"]
 
 
 def test_exported_adapter_is_verified_against_the_merged_weights(
