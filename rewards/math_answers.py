@@ -30,7 +30,10 @@ _NUMBER = re.compile(
     )""",
     re.VERBOSE,
 )
-_NUMBER_IN_TEXT = re.compile(rf"(?<![\w.])-?(?:{_FRAC}|(?:{_DECIMAL})(?:\s*/\s*(?:{_DECIMAL}))?)")
+_NUMBER_IN_TEXT = re.compile(
+    rf"(?<![\w.])-?(?:(?:\d+\s*)?{_FRAC}|\d+\s+\d+\s*/\s*\d+|(?:{_DECIMAL})(?:\s*/\s*(?:{_DECIMAL})"
+    r"|[eE][-+]?\d+|\s*(?:\\times|\*|×)\s*10\s*\^\s*(?:[-+]?\d+|\{\s*[-+]?\d+\s*\}))?)"
+)
 """A number within a text, which no word character or dot precedes."""
 
 _FORMULA = re.compile(r"\$+([^$]+)\$+|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
