@@ -71,10 +71,6 @@ class WeightSource:
         local = None if self.part is None else self.part.spec
         return self.parameter is not None and spec == local
 
-    def is_stored_as(self, spec: ShardSpec | None) -> bool:
-        """Return whether the trained model stores this shard unmodified between engine steps."""
-        return self.layer is None and self.adapter is None and self.is_local_shard(spec)
-
     def value(self) -> Shaped[Tensor, "*S"]:
         """Return this process's trained shard, dequantized and with its adapter merged."""
         local = self.detached if self.layer is None else self.layer.dequantize()
@@ -277,7 +273,8 @@ class Replica:
             spec = sharding.spec(name.rpartition(".")[0], leaf, source.full_shape)
             key = source.key, spec
             if key not in weights:
-                is_copied = not (shares and source.is_stored_as(spec))
+                is_plain = source.layer is None and source.adapter is None
+                is_copied = not (shares and is_plain and source.is_local_shard(spec))
                 weights[key] = ReplicaWeight(len(weights), name, source, spec, is_copied)
                 yield weights[key]
             weights[key].locations.append((module, leaf))

@@ -517,7 +517,9 @@ class Slots(Scheduler):
         for slot, count in chunks:
             layout_chunks.append(Chunk(self.table[slot.index], slot.stored, count))
             positions = np.arange(slot.stored, slot.stored + count)
-            columns.append(np.stack([slot.tokens[positions], *self._locate(slot, positions)]))
+            pages = self.table[slot.index, positions // PAGE].astype(np.int64)
+            indices = pages * PAGE + positions % PAGE
+            columns.append(np.stack([slot.tokens[positions], positions, indices]))
         # A pass of whole prompts contains all keys that its tokens attend to.
         is_unchunked = not any(chunk.first for chunk in layout_chunks)
         layout = (
@@ -529,11 +531,6 @@ class Slots(Scheduler):
         self._forward(inputs, layout, reads_pages=not is_unchunked, keep=1)
         self._passes.prefill += 1
         self.record_prefilled(chunks)
-
-    def _locate(self, slot: Slot, positions: Int[np.ndarray, " N"]) -> Int[np.ndarray, "2 N"]:
-        """Return the positions with their cache indices."""
-        pages = self.table[slot.index, positions // PAGE].astype(np.int64)
-        return np.stack([positions, pages * PAGE + positions % PAGE])
 
     @torch.inference_mode()
     def step(self) -> tuple[list[Ticket], Float[Tensor, "B V"]]:

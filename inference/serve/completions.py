@@ -176,6 +176,13 @@ class Reply:
             streams=streams,
         )
 
+    def check_rows(self) -> None:
+        """Raise ApiError if there are too many responses."""
+        if self.per_prompt > (max_n := self.state.config.max_n):
+            raise ApiError(400, f"n must be at most {max_n}, got {self.per_prompt}", param="n")
+        if self.num_rows > MAX_ROWS:
+            raise ApiError(400, f"a request can have at most {MAX_ROWS} responses", param="n")
+
     def prepare(self, fields: SamplingFields, max_tokens: int | None, num_top: int | None) -> None:
         """Create the requests that generate the responses.
 
@@ -184,13 +191,8 @@ class Reply:
         Raises:
             ApiError: a prompt or a setting is invalid.
         """
-        config = self.state.config
-        if self.per_prompt > config.max_n:
-            message = f"n must be at most {config.max_n}, got {self.per_prompt}"
-            raise ApiError(400, message, param="n")
-        if self.num_rows > MAX_ROWS:
-            raise ApiError(400, f"a request can have at most {MAX_ROWS} responses", param="n")
-        scope = {"client": self.client, "all": "", "off": self.id}[config.prefix_reuse]
+        self.check_rows()
+        scope = {"client": self.client, "all": "", "off": self.id}[self.state.config.prefix_reuse]
         sampler = _make_sampler(fields, self.served, self.seed)
         for row, prompt in enumerate(self.prompts):
             check_prompt(self.served, prompt, self.prompt_field)
@@ -370,6 +372,7 @@ class TextReply(Reply):
         self.prompts = [
             served.encode_text(item) if isinstance(item, str) else item for item in prompts
         ]
+        self.check_rows()
         only_scores = bool(fields.echo) and fields.max_tokens == 0
         for prompt in self.prompts:
             check_prompt(served, prompt, self.prompt_field, 0 if only_scores else 1)

@@ -86,6 +86,8 @@ class ServedModel:
                 turn has the wrong role.
         """
         answered = messages[-1].role == "assistant"
+        if answered and len(messages) == 1:
+            raise ApiError(400, "messages must not begin with an assistant turn", param="messages")
         if (continues and not answered) or (answered and adds_prompt and not continues):
             raise ApiError(
                 400,

@@ -65,6 +65,19 @@ class TimeoutProtocol(H11Protocol):
         super().connection_made(transport)
         self._request_timer = self.loop.call_later(self.seconds, self._close_without_request)
 
+    def data_received(self, data: bytes) -> None:
+        """Start the timer of a further request, or cancel that of one with complete headers."""
+        super().data_received(data)
+        if self._request_timer is None and self._awaits_headers:
+            self._request_timer = self.loop.call_later(self.seconds, self._close_without_request)
+        elif self._request_timer is not None and not self._awaits_headers:
+            self._request_timer.cancel()
+            self._request_timer = None
+
+    @property
+    def _awaits_headers(self) -> bool:
+        return self.cycle is None or self.cycle.response_complete
+
     def connection_lost(self, exc: Exception | None) -> None:
         """Cancel the timers, which would keep the connection in memory."""
         super().connection_lost(exc)
@@ -84,7 +97,7 @@ class TimeoutProtocol(H11Protocol):
             self._write_timer.cancel()
 
     def _close_without_request(self) -> None:
-        if self.cycle is None:
+        if self._awaits_headers:
             self.transport.abort()
 
 

@@ -417,6 +417,8 @@ class ChatFormat:
         if not messages:
             raise DataError("a prompt must have at least one turn")
         continues = messages[-1].role == "assistant"
+        if continues and len(messages) == 1:
+            raise DataError("a prompt must have a turn before the assistant's")
         messages = self._strip_end_tokens(messages, origin)
         before = messages[:-1] if continues else messages
         with _add_origin_to_errors(origin):
@@ -682,7 +684,7 @@ def _contains(text: str, part: str) -> bool:
 
 
 def _fold_system(messages: Messages) -> list[Message]:
-    """Prepend each system message to the user turn after it."""
+    """Prepend each system message to the user turn after it; append the last to the one before."""
     folded: list[Message] = []
     system: list[str] = []
     for message in messages:
@@ -693,4 +695,8 @@ def _fold_system(messages: Messages) -> list[Message]:
             system = []
         else:
             folded.append(message)
+    if system:
+        if not folded or folded[-1].role != "user":
+            raise DataError("a system turn must precede or follow a user turn")
+        folded[-1] = Message("user", "\n\n".join([folded[-1].content, *system]))
     return folded

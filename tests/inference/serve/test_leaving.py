@@ -142,6 +142,16 @@ def test_requests_time_out_in_the_queue_and_while_running() -> None:
         assert "the request took longer than 0.4 seconds" in timed_out.error["message"]
 
 
+def test_each_request_must_send_its_headers_in_time() -> None:
+    with serving(idle_seconds=0.5) as server, server.connect() as connection:
+        request = request_bytes("/ready", method="GET", headers={"Connection": "keep-alive"})
+        connection.sendall(request + request[:20])
+
+        response = receive(connection)  # until the server closes the connection
+
+    assert response.status == 200
+
+
 def test_server_stops_when_generation_fails() -> None:
     with suppress(RuntimeError), serving() as server:  # the loop that stops it is already closed
         server.state.models["tiny"].batch.close()

@@ -48,6 +48,7 @@ def completion_texts(server: LiveServer, **fields: Any) -> list[str]:
         (CHAT, {"messages": [{"role": "user", "content": "Hi " * 999}]}, "messages"),
         (COMPLETIONS, {"prompt": "Hi", "n": 4}, "n"),
         (COMPLETIONS, {"prompt": ["Hi"] * 400, "n": 3}, "n"),
+        (COMPLETIONS, {"prompt": "Hi", "n": 4, "echo": True, "max_tokens": 0}, "n"),
         (COMPLETIONS, {"prompt": "Hi", "n": 2, "best_of": 3}, "best_of"),
         (COMPLETIONS, {"prompt": "Hi", "max_tokens": 0}, "max_tokens"),
         (COMPLETIONS, {"prompt": "Hi", "max_tokens": 5, "min_tokens": 6}, "min_tokens"),
@@ -55,6 +56,8 @@ def completion_texts(server: LiveServer, **fields: Any) -> list[str]:
         (CHAT, {"messages": []}, "messages"),
         (CHAT, {"messages": [TURN, TOOL_CALLS, TURN]}, "messages"),
         (CHAT, {"messages": DIALOGUE}, "messages"),
+        (CHAT, {"messages": DIALOGUE[1:], "continue_final_message": True}, "messages"),
+        ("/tokenize", {"messages": DIALOGUE[1:]}, "messages"),
         (CHAT, {"messages": [TURN], "continue_final_message": True}, "messages"),
         (
             CHAT,

@@ -124,6 +124,11 @@ def test_unsupported_system_message_is_prepended_to_the_user_turn() -> None:
     assert chat_format.segments((SYSTEM, USER))[0].text == (
         "user: Be kind.\n\nHi there.<|endoftext|>\nassistant: "
     )
+    assert chat_format.segments((USER, SYSTEM))[0].text == (
+        "user: Hi there.\n\nBe kind.<|endoftext|>\nassistant: "
+    )
+    with pytest.raises(DataError, match="a turn before the assistant's"):
+        chat_format.encode_prompt([Message("assistant", "Hi")])
 
 
 def test_only_the_last_turn_is_trained_if_earlier_thinking_is_dropped() -> None:
