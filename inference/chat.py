@@ -49,12 +49,8 @@ def main(argv: Sequence[str]) -> None:
     model, tokenizer = load_for_inference(path, precision=config.precision)
     conversation = Conversation(model, tokenizer, resolve_format(tokenizer, "auto"), sampling)
     conversation.reset(config.system)
-    greeting = f"{TASK_DESCRIPTION}\n{GREETING}" if is_trained_on_embedded_task(path) else GREETING
+    step = read_step_config(Path(path)) or read_step_config(Path(path).parent)  # it wrote the model
+    data = step.get("data")
+    is_embedded_task = isinstance(data, dict) and data.get("path") == [EMBEDDED]
+    greeting = f"{TASK_DESCRIPTION}\n{GREETING}" if is_embedded_task else GREETING
     Terminal(conversation, greeting=greeting).run()
-
-
-def is_trained_on_embedded_task(path: str) -> bool:
-    """Return whether the step that wrote the model at `path` trained on the embedded task."""
-    settings = read_step_config(Path(path)) or read_step_config(Path(path).parent)
-    data = settings.get("data")
-    return isinstance(data, dict) and data.get("path") == [EMBEDDED]

@@ -1,5 +1,6 @@
 """A dialogue with a model in the terminal."""
 
+import io
 import json
 import logging
 import sys
@@ -155,6 +156,8 @@ class Terminal:
         self.conversation = conversation
         self.greeting = greeting
         self.is_interactive = sys.stdin.isatty()
+        if isinstance(sys.stdin, io.TextIOWrapper):
+            sys.stdin.reconfigure(errors="replace")
         self._saved: set[Path] = set()
 
     def run(self) -> None:
@@ -226,6 +229,8 @@ class Terminal:
                 self.print_line(f"({error})")
                 return
             self.print_line(" [stopped]" if result.interrupted else "")
+            if result.interrupted and not self.is_interactive:
+                raise KeyboardInterrupt
             if result.num_dropped:
                 self.print_line(
                     f"(the {result.num_dropped} oldest messages no longer fit in the model's"
@@ -237,15 +242,15 @@ class Terminal:
         if not text:
             self.print_line("(/save needs a file name)")
             return
-        path = Path(text).expanduser()
-        if path.exists() and path not in self._saved:
-            self.print_line(f"({path} exists; choose another name)")
-            return
         messages = [message.turn for message in self.conversation.messages]
         try:
+            path = Path(text).expanduser()
+            if path.exists() and path not in self._saved:
+                self.print_line(f"({path} exists; choose another name)")
+                return
             path.write_text(json.dumps(messages, ensure_ascii=False, indent=2) + "\n", "utf-8")
-        except OSError as error:
-            self.print_line(f"({path} can't be written: {error.strerror})")
+        except (OSError, RuntimeError) as error:  # RuntimeError: ~name of an unknown user
+            self.print_line(f"({text} can't be written: {getattr(error, 'strerror', error)})")
             return
         self._saved.add(path)
         self.print_line(f"(saved {counted(len(messages), 'message')} to {path})")

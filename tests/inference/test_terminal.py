@@ -46,6 +46,8 @@ def test_save_overwrites_its_own_file_but_no_other(
         f"/save {tmp_path / 'chat.json'}",
         f"/save {tmp_path / 'mine.txt'}",
         f"/save {tmp_path / 'none' / 'chat.json'}",
+        "/save ~no-such-user/chat.json",
+        f"/save {300 * 'x'}",
     )
 
     saved = json.loads((tmp_path / "chat.json").read_text())
@@ -53,8 +55,10 @@ def test_save_overwrites_its_own_file_but_no_other(
     assert [turn["role"] for turn in saved] == ["system", "user", "assistant"]
     assert (tmp_path / "mine.txt").read_text() == "precious"
     assert printed[1] == f"(saved 1 message to {tmp_path / 'chat.json'})"
-    assert printed[-2].endswith("mine.txt exists; choose another name)")
-    assert printed[-1].endswith("chat.json can't be written: No such file or directory)")
+    assert printed[-4].endswith("mine.txt exists; choose another name)")
+    assert printed[-3].endswith("chat.json can't be written: No such file or directory)")
+    assert "~no-such-user/chat.json can't be written" in printed[-2]
+    assert printed[-1].endswith("can't be written: File name too long)")
 
 
 def test_commands_change_the_dialogue_and_settings(
@@ -95,13 +99,14 @@ class InterruptedOutput(io.StringIO):
         raise KeyboardInterrupt
 
 
+@pytest.mark.parametrize("line", ["/length 2", "Hi"])
 def test_ctrl_c_ends_a_chat_with_piped_input(
-    enter_lines: EnterLines, monkeypatch: pytest.MonkeyPatch
+    line: str, enter_lines: EnterLines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "stdout", InterruptedOutput())
 
     with pytest.raises(KeyboardInterrupt):
-        enter_lines("/length 2")
+        enter_lines(line, "How are you?")
 
 
 @pytest.mark.jobs
