@@ -109,8 +109,6 @@ def set_up(
         guards=guards,
     )
     normalize_scores(models, prompts, config, checkpoints)
-    if checkpoints.done > 0:
-        models.set_value_line(*checkpoints.once("values", lambda: (1.0, 0.0)))
     evaluator.begin(checkpoints, run)
     ppo = Setup(models, prompts, ema, ptx, guards, evaluator, checkpoints)
     apply_rollbacks(ppo)
@@ -118,8 +116,11 @@ def set_up(
 
 
 def apply_rollbacks(ppo: Setup) -> None:
-    """Halve the learning rate per rollback, and sample different responses."""
-    rollbacks = ppo.guards.rollbacks
+    """Halve the learning rate per rollback, sample different responses, and restore the values."""
+    rollbacks, checkpoints = ppo.guards.rollbacks, ppo.checkpoints
+    is_fitted = checkpoints.done > 0
+    line = checkpoints.once("values", lambda: (1.0, 0.0)) if is_fitted else (1.0, 0.0)
+    ppo.models.set_value_line(*line)
     for engine in ppo.models.trained.values():
         engine.lr_scale = 0.5**rollbacks
     ppo.prompts.attempt = rollbacks
@@ -163,7 +164,7 @@ def train(config: PPOConfig) -> Path:
         ppo = set_up(config, chat, prompts, run, sources, remote)
         with exporting_best(run, ppo.evaluator.best, ppo.export_actor, actor=config.actor):
             for step in ppo.checkpoints.steps(should_stop=lambda: ppo.is_done):
-                metrics = iterate(ppo, config, run, step=step)
+                metrics = iterate(ppo, config, run, step=step)  # a call, to free its graphs
                 ppo.evaluator.evaluate(step, run, is_last=prompts.all_solved)
                 ppo.guards.watch(ppo.checkpoints, step, metrics, lambda: apply_rollbacks(ppo))
         if prompts.all_solved:
@@ -174,10 +175,7 @@ def train(config: PPOConfig) -> Path:
 
 
 def iterate(ppo: Setup, config: PPOConfig, run: Run, *, step: int) -> dict[str, float]:
-    """Run one iteration, a rollout and its updates; log and return the metrics.
-
-    This is a separate function so that an iteration's graphs are freed before the next one.
-    """
+    """Run one iteration, a rollout and its updates; log and return the metrics."""
     models, clock = ppo.models, Clock()
     sampled = sample_rollout(models, ppo.prompts, config)
     request_next(models, ppo.prompts, is_last=step == run.total_steps)
@@ -185,8 +183,6 @@ def iterate(ppo: Setup, config: PPOConfig, run: Run, *, step: int) -> dict[str, 
     inputs = models, sampled.inputs, sampled.responses, config
     kl_coef = config.kl_weight * 2.0**ppo.guards.rollbacks
     fit = step == 1 and models.critic is not None
-    if fit:  # again after a rollback to the start
-        models.set_value_line(1.0, 0.0)
     experience = score_responses(*inputs, score=sampled.score, step=None if fit else step)
     rewards = compute_rewards(
         models, experience.score, experience.stopped, config, source_rewards=sampled.source_rewards

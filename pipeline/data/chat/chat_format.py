@@ -414,11 +414,9 @@ class ChatFormat:
         Raises:
             DataError: the dialogue is empty, or the template can't render it as requested.
         """
-        if not messages:
-            raise DataError("a prompt must have at least one turn")
+        if all(message.role == "assistant" for message in messages):
+            raise DataError("a prompt must have at least one turn that is not the assistant's")
         continues = messages[-1].role == "assistant"
-        if continues and len(messages) == 1:
-            raise DataError("a prompt must have a turn before the assistant's")
         messages = self._strip_end_tokens(messages, origin)
         before = messages[:-1] if continues else messages
         with _add_origin_to_errors(origin):
@@ -695,8 +693,7 @@ def _fold_system(messages: Messages) -> list[Message]:
             system = []
         else:
             folded.append(message)
-    if system:
-        if not folded or folded[-1].role != "user":
-            raise DataError("a system turn must precede or follow a user turn")
-        folded[-1] = Message("user", "\n\n".join([folded[-1].content, *system]))
-    return folded
+    if system and (not folded or folded[-1].role != "user"):
+        raise DataError("a system turn must precede or follow a user turn")
+    end = [Message("user", "\n\n".join([folded.pop().content, *system]))] if system else []
+    return folded + end

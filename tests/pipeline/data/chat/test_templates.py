@@ -127,7 +127,7 @@ def test_unsupported_system_message_is_prepended_to_the_user_turn() -> None:
     assert chat_format.segments((USER, SYSTEM))[0].text == (
         "user: Hi there.\n\nBe kind.<|endoftext|>\nassistant: "
     )
-    with pytest.raises(DataError, match="a turn before the assistant's"):
+    with pytest.raises(DataError, match="at least one turn that is not"):
         chat_format.encode_prompt([Message("assistant", "Hi")])
 
 
