@@ -49,7 +49,7 @@ def test_dry_run_prints_rows_steps_tokens_and_time_of_each_step(tmp_path: Path) 
 
     assert "  rows       32,000 to train on, 256 held out" in printed
     assert "  steps      500 optimizer steps of 64 rows: 1 pass over the rows" in printed
-    assert "  steps      40 iterations of 128 rows: 0.85 passes over the rows" in printed
+    assert "  steps      24 iterations of 128 rows: 0.51 passes over the rows" in printed
     assert len(re.findall(r"^  tokens +\d+ per row, \S+ \w+ in all$", printed, re.MULTILINE)) == 3
     assert len(re.findall(r"^  time       about .* \(.* to .*\)$", printed, re.MULTILINE)) == 3
     assert re.search(r"^About .* in all \(.* to .*\)\.\nEstimated from 35%", printed, re.MULTILINE)

@@ -33,7 +33,7 @@ def test_each_method_has_its_preset_and_the_common_settings(tmp_path: Path) -> N
         *("step3_ppo", "step3_rloo", "step3_dr_grpo"),
     ]
     assert [step["method"] for step in steps.values()] == ["ppo", "rloo", "dr_grpo"]
-    assert [step["kl_coef"] for step in steps.values()] == [0.2, 0.05, 0.2]  # embedded.yaml's
+    assert [step["kl_coef"] for step in steps.values()] == [0.1, 0.05, 0.1]  # embedded.yaml's
     for name, step in steps.items():
         assert step["max_steps"] == 9
         assert step["output_dir"] == str(tmp_path / "out" / name)

@@ -99,7 +99,7 @@ def test_preset_applies_only_to_models_derived_from_the_embedded_one(tmp_path: P
     assert plan.notes == ("preset configs/embedded.yaml, for the embedded model: step 1, step 3",)
     assert mixed["step1_sft"]["model.optim.lr"] == 3e-3
     assert mixed["step2_reward"]["model.optim.lr"] == reward.model.optim.lr == 1e-5
-    assert (mixed["step3_ppo"]["actor.optim.lr"], mixed["step3_ppo"]["max_steps"]) == (2e-4, 40)
+    assert (mixed["step3_ppo"]["actor.optim.lr"], mixed["step3_ppo"]["max_steps"]) == (4e-4, 24)
     assert mixed["step3_ppo"]["critic.optim.lr"] == 9e-6  # which starts from the reward model
     assert all(step["data.path"] == ["embedded"] for step in mixed.values())
 

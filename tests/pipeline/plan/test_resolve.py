@@ -44,9 +44,9 @@ def test_method_overrides_presets_and_is_overridden_by_settings(tmp_path: Path) 
     method = settings(*argv)["step3_ppo"]
     changed = settings(*argv, "--config", str(file), "--ppo.kl_coef", "0.1")["step3_ppo"]
 
-    assert (default["kl_coef"], default["ppo_epochs"]) == (0.2, 2)  # from embedded.yaml
+    assert (default["kl_coef"], default["ppo_epochs"]) == (0.1, 2)  # from embedded.yaml
     assert (method["kl_coef"], method["ppo_epochs"], method["group_size"]) == (0.04, 1, 8)
-    assert (method["method"], method["advantage"], method["max_steps"]) == ("grpo_2024", "grpo", 40)
+    assert (method["method"], method["advantage"], method["max_steps"]) == ("grpo_2024", "grpo", 24)
     assert (changed["kl_coef"], changed["group_size"], changed["kl_in"]) == (0.1, 4, "loss")
 
 
