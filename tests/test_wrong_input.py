@@ -115,7 +115,7 @@ nonsense | 'nonsense' | options start with --
 --resume --overwrite | --resume | choose one
 --save-every never | never | 15m
 --plan-for 8xTOASTER | 8xTOASTER | 8xA100-80GB
---num-processes 1000 --deployment-type single_node | 1000 data-parallel processes | start fewer processes
+--num-processes 1000 --deployment-type single_node | 1000 data-parallel | start fewer processes
 --deployment-type cloud | --deployment-type | 'single_gpu', 'single_node', 'multi_node', 'ray'
 --deployment-type multi_node --hostfile bad_hosts | bad_hosts:1 | worker-0 slots=8
 --output-dir good.jsonl | --output-dir good.jsonl | not a directory
