@@ -214,8 +214,7 @@ def compute_rewards(
     if not config.rewards:
         assert model_reward is not None
         reported = reported_scores(score, stopped, models, config)
-        reward = model_reward.nan_to_num(nan=0.0)
-        return ResponseRewards(reward, reported, source_rewards, seconds, score)
+        return ResponseRewards(model_reward, reported, source_rewards, seconds, score)
     sources: dict[str, SourceResults] = {}
     for source in config.rewards:
         if source.kind == MODEL_KIND:
