@@ -682,18 +682,19 @@ def _contains(text: str, part: str) -> bool:
 
 
 def _fold_system(messages: Messages) -> list[Message]:
-    """Prepend each system message to the user turn after it; append the last to the one before."""
+    """Prepend each system message to the user turn after it, or append it to the one before."""
     folded: list[Message] = []
     system: list[str] = []
-    for message in messages:
-        if message.role == "system":
+    for message in (*messages, None):
+        is_user = message is not None and message.role == "user"
+        if message is not None and message.role == "system":
             system.append(message.content)
-        elif system and message.role == "user":
-            folded.append(Message("user", "\n\n".join([*system, message.content])))
+            continue
+        if system and not is_user and folded and folded[-1].role == "user":
+            folded[-1] = Message("user", "\n\n".join([folded[-1].content, *system]))
             system = []
-        else:
-            folded.append(message)
-    if system and (not folded or folded[-1].role != "user"):
-        raise DataError("a system turn must precede or follow a user turn")
-    end = [Message("user", "\n\n".join([folded.pop().content, *system]))] if system else []
-    return folded + end
+        if message is not None:
+            text = "\n\n".join([*system, message.content])
+            folded.append(Message("user", text) if system and is_user else message)
+            system = [] if is_user else system
+    return folded

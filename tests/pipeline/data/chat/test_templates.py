@@ -124,9 +124,10 @@ def test_unsupported_system_message_is_prepended_to_the_user_turn() -> None:
     assert chat_format.segments((SYSTEM, USER))[0].text == (
         "user: Be kind.\n\nHi there.<|endoftext|>\nassistant: "
     )
-    assert chat_format.segments((USER, SYSTEM))[0].text == (
-        "user: Hi there.\n\nBe kind.<|endoftext|>\nassistant: "
-    )
+    for messages in ((USER, SYSTEM), (USER, SYSTEM, Message("assistant", "Hello"))):
+        assert chat_format.segments(messages)[0].text == (
+            "user: Hi there.\n\nBe kind.<|endoftext|>\nassistant: "
+        )
     with pytest.raises(DataError, match="at least one turn that is not"):
         chat_format.encode_prompt([Message("assistant", "Hi")])
 
