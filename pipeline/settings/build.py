@@ -180,7 +180,7 @@ def _normalize_value(kind: object, value: object, name: str, source: str) -> obj
     """
     item_class = items_class(kind)
     if isinstance(value, bool):
-        choices = typing.get_args(without_none(kind)) or (kind,)
+        choices = typing.get_args(without_none(kind)) or (without_none(kind),)
         types = {choice if isinstance(choice, type) else type(choice) for choice in choices}
         if not value and "off" in choices:
             return "off"
