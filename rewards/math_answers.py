@@ -31,7 +31,7 @@ _NUMBER = re.compile(
     re.VERBOSE,
 )
 _NUMBER_IN_TEXT = re.compile(
-    rf"(?<![\w.])-?(?:(?:\d+\s*)?{_FRAC}|\d+\s+\d+\s*/\s*\d+|(?:{_DECIMAL})(?:\s*/\s*(?:{_DECIMAL})"
+    rf"(?<![\w.])-?(?:(?:\d+ *)?{_FRAC}|\d+ +\d+\s*/\s*\d+|(?:{_DECIMAL})(?:\s*/\s*(?:{_DECIMAL})"
     r"|[eE][-+]?\d+|\s*(?:\\times|\*|×)\s*10\s*\^\s*(?:[-+]?\d+|\{\s*[-+]?\d+\s*\}))?)"
 )
 """A number within a text, which no word character or dot precedes."""

@@ -45,6 +45,7 @@ RESPONSES = (
     ("It costs $1,234.50!", Fraction("1234.5")),
     ("between 1/4 and -3/4.", Fraction(-3, 4)),
     ("It's 3 1/2 or so", Fraction(7, 2)),
+    ("Total: 12\n3/4", Fraction(3, 4)),
     (r"so $x = 2\frac12$", Fraction(5, 2)),
     ("about -1.5e3.", -1500),
     (r"The answer is $2 \times 10^{3}$", 2000),
