@@ -55,7 +55,7 @@ def test_dialogue_survives_a_reload_and_can_be_rated(page: Any, page_server: Liv
     send_message(page, "What is 2 plus 2?")
     first = page.locator(".turn.assistant .text").inner_text()
     page.get_by_label("Show tokens").check()
-    assert page.locator(".token").count() > 3
+    page.locator(".token").nth(3).wait_for()
     page.reload()
     page.get_by_role("button", name="Regenerate").wait_for()
     assert page.locator(".turn.assistant .text").inner_text() == first
