@@ -95,8 +95,11 @@ def test_commands_change_the_dialogue_and_settings(
 class InterruptedOutput(io.StringIO):
     """Standard output that is interrupted at its first line."""
 
-    def write(self, _: str) -> int:
-        raise KeyboardInterrupt
+    def write(self, text: str) -> int:
+        if text:  # input() writes an empty prompt
+            setattr(self, "write", super().write)  # noqa: B010
+            raise KeyboardInterrupt
+        return 0
 
 
 @pytest.mark.parametrize("line", ["/length 2", "Hi"])

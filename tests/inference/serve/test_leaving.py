@@ -149,7 +149,6 @@ def test_each_request_must_send_its_headers_in_time() -> None:
         assert connection.recv(65536).startswith(b"HTTP/1.1 200")
         connection.sendall(request[:20])
         start = time.monotonic()
-
         while connection.recv(65536):  # until the server closes the connection
             pass
 
