@@ -398,6 +398,7 @@ class PPOConfig(TaskSettings, StepConfig, RewardSettings, GuardSettings):
                 prompt_length=self.max_prompt_length,
                 new_tokens=self.max_new_tokens,
                 tensor_parallel=self.inference_tp_size,
+                # The processes of a tensor-parallel group train on the same prompts.
                 shared_by=self.parallel.pp * min(self.parallel.tp, self.inference_tp_size),
                 keeps_replica=self.replica == "resident",
                 offloads_training=self.offload_in_generation,

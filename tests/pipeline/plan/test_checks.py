@@ -117,9 +117,9 @@ def test_errors_of_later_steps_are_raised_before_the_first(
 def test_processes_of_a_tensor_parallel_group_share_prompts(tmp_path: Path) -> None:
     argv = ["--actor-model", "embedded", "--output-dir", str(tmp_path), "--plan-for", "8xA100-80GB"]
     argv += ["--tensor-parallel", "4", "--ppo.rollout_size", "4", "--ppo.batch_size", "4"]
-    plan = make_plan(argv, STAGES)
+    for size in ("1", "2", "4"):
+        plan = make_plan([*argv, "--ppo.inference_tp_size", size], STAGES)
 
-    check_settings(plan)
-
-    generation = plan.configs["step3_ppo"].workload(8).generation
-    assert generation.max_concurrent == 2  # the prompts of a group of four processes
+        check_settings(plan)
+        generation = plan.configs["step3_ppo"].workload(8).generation
+        assert generation.max_concurrent == 2  # the prompts of a group of four processes
