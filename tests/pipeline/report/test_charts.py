@@ -1,7 +1,12 @@
 """Curves as SVG."""
 
-from pipeline.report.charts import step_charts
+from pipeline.report.charts import decimate, step_charts
 from pipeline.report.results import StepResult
+
+
+def test_decimation_keeps_a_single_spike() -> None:
+    kept = decimate([(float(x), 9.0 * (x == 123)) for x in range(9000)], max_bins=100)
+    assert (len(kept) <= 200, (123.0, 9.0) in kept) == (True, True)
 
 
 def test_charts_pair_metrics_with_evaluations_important_ones_first() -> None:
