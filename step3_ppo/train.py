@@ -116,7 +116,7 @@ def set_up(
 
 
 def apply_rollbacks(ppo: Setup) -> None:
-    """Halve the learning rate per rollback, sample different responses, and restore the values."""
+    """Halve the learning rate per rollback, sample other responses, and restore the value line."""
     rollbacks, checkpoints = ppo.guards.rollbacks, ppo.checkpoints
     is_fitted = checkpoints.done > 0
     line = checkpoints.once("values", lambda: (1.0, 0.0)) if is_fitted else (1.0, 0.0)
@@ -164,7 +164,7 @@ def train(config: PPOConfig) -> Path:
         ppo = set_up(config, chat, prompts, run, sources, remote)
         with exporting_best(run, ppo.evaluator.best, ppo.export_actor, actor=config.actor):
             for step in ppo.checkpoints.steps(should_stop=lambda: ppo.is_done):
-                metrics = iterate(ppo, config, run, step=step)  # a call, to free its graphs
+                metrics = iterate(ppo, config, run, step=step)  # frees its graphs on return
                 ppo.evaluator.evaluate(step, run, is_last=prompts.all_solved)
                 ppo.guards.watch(ppo.checkpoints, step, metrics, lambda: apply_rollbacks(ppo))
         if prompts.all_solved:
