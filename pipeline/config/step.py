@@ -266,7 +266,7 @@ class StepConfig(ABC):
     """Settings of each method, by its name; empty for a step without methods."""
 
     MINIMUMS: ClassVar[Mapping[str, str]] = {}
-    """Pairs of settings: if an option sets the second, it is the minimum of the first."""
+    """Settings that are raised to the value of another one, given here, if an option sets that."""
 
     output_dir: Path
     """Directory of the step's output files."""
@@ -466,7 +466,7 @@ CHANGEABLE_SETTINGS = (
     *("output_dir", "resume", "save_every", "keep_last", "log_every", "trackers"),
     *("data.labels", "timeout_seconds", "threads", "micro_batch_size", "generation_batch_size"),
     "parallel.*",
-    *("inference_tp_size", "replica", "offload_in_generation"),
+    *("inference_tp_size", "replica", "offload_in_generation", "reuse_forward"),
     *("*.zero_stage", "*.zero.*", "*.gradient_checkpointing", "*.kernels"),
 )
 """Settings that may change when a run is resumed: location, memory, speed. Whether

@@ -1,6 +1,6 @@
 """The output directory of a run: its owner, finished steps, and replaceable files.
 
-`OUT/<step>/config.yaml` marks a step's directory as ours and records its settings;
+`OUT/<step>/config.yaml` marks a directory as a step's and records the settings;
 `OUT/<step>/result.json` marks the step as finished. Replacing a step removes the files that steps
 write (`OUTPUTS`) and nothing else. `OUT/command.txt` contains the run's shell command with paths as
 typed, so that `--resume` alone repeats its options.
@@ -74,11 +74,7 @@ def finished_steps(
 ) -> set[str]:
     """Return the names of the finished steps, which `--resume` skips; change nothing.
 
-    Args:
-        request: the options of `train.py`.
-        stages: the steps that may run.
-        configs: settings of the steps, by name.
-        known: all steps of all methods; by default `stages`.
+    `stages` are the steps that may run, and `known` those of all methods, by default `stages`.
 
     Raises:
         ConfigError: the output directory contains another run or foreign files, and neither
@@ -112,11 +108,15 @@ def clear_step(out: Path, name: str) -> None:
     """Remove only the files of an earlier run of this step, and its entry in summary.json."""
     directory = out / name
     if (directory / MARK).is_file():
-        files = _files(directory)
-        _remove(directory, [file for file in files if any(fnmatch(file, p) for p in OUTPUTS)])
+        _remove(directory, [file for file in _files(directory) if _is_output(file)])
     steps = read_summary(out).get("steps", {})
     if name in steps:
         _write_summary(out, {step: result for step, result in steps.items() if step != name})
+
+
+def _is_output(file: str) -> bool:
+    """Return whether steps write a file of this name, relative to a step's directory."""
+    return any(fnmatch(file, p) and ("/" in p or "/" not in file) for p in OUTPUTS)
 
 
 def can_resume(out: Path, name: str) -> bool:
@@ -348,7 +348,7 @@ def with_last_options(argv: Sequence[str]) -> list[str]:
     given = dict(split_options(argv))
     if given.get("resume") not in ([], ["true"]) or given.keys() - set(UNRECORDED_OPTIONS):
         return list(argv)
-    out = Path(" ".join(given.get("output_dir", [])) or Request.output_dir)
+    out = Path(" ".join(given.get("output_dir", [])) or Request.output_dir).expanduser()
     try:
         words = shlex.split((out / COMMAND).read_text(encoding="utf-8"))
     except (OSError, ValueError):

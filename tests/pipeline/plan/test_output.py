@@ -71,6 +71,8 @@ def test_resume_reports_the_first_setting_that_differs(tmp_path: Path) -> None:
         f"step 1 in {directory} was finished with sft.model.optim.eps 1e-08 where this run has 0.5;"
         " use that setting, choose another --output-dir, or pass --overwrite"
     )
+    run_step(tmp_path, 3)
+    assert find_finished(tmp_path, "--resume", "--step", "3", "--ppo.reuse_forward", "false")
     assert "with sft.model.lora.alpha null where this run has 32.0;" in get_error(
         tmp_path, "--resume", "--sft.model.lora.rank", "8"
     )
@@ -80,11 +82,14 @@ def test_clear_step_removes_only_files_of_the_step(tmp_path: Path) -> None:
     directory = run_step(tmp_path, 1)
     add_to_summary(tmp_path, "step1_sft")
     (directory / "notes.txt").write_text("mine")
+    (directory / "backup").mkdir()
+    (directory / "backup" / "model.safetensors").write_text("mine")
     (tmp_path / "thesis.tex").write_text("mine")
 
     clear_step(tmp_path, "step1_sft")
 
-    assert [file.name for file in directory.iterdir()] == ["notes.txt"]
+    assert {file.name for file in directory.iterdir()} == {"notes.txt", "backup"}
+    assert (directory / "backup" / "model.safetensors").read_text() == "mine"
     assert (tmp_path / "thesis.tex").read_text() == "mine"
     assert read_summary(tmp_path) == {"steps": {}, "seconds": 0}
 
