@@ -22,10 +22,10 @@ from pipeline.config import (
     StepConfig,
 )
 from pipeline.data.examples import Example
-from pipeline.data.rows.sources import LOCAL_JSONFILE, is_local_jsonfile
+from pipeline.data.rows.sources import LOCAL_JSONFILE, bare_name, is_hub_name, is_local_jsonfile
 from pipeline.data.sharing.steps import StepData, check_embedded, load_examples, select_rows
 from pipeline.models.hf.directory import check_model_directory
-from pipeline.plan.inputs import is_local, without_weight
+from pipeline.plan.inputs import is_local
 from pipeline.plan.plan import Plan
 from pipeline.plan.stage import Stage
 from pipeline.system.errors import UserError, require
@@ -83,11 +83,9 @@ def check_settings(plan: Plan) -> None:
 
 
 def check_rows(plan: Plan, *, downloads: bool) -> Mapping[str, Preview]:
-    """Read, tokenize and check the rows of each step; called after `check_settings`.
+    """Read, tokenize and check the rows of the steps that `check_settings` has checked.
 
-    Args:
-        plan: the plan; steps are skipped as in `check_settings`.
-        downloads: whether models and data may be downloaded from the Hub.
+    With `downloads`, models and data may be downloaded from the Hub.
 
     Raises:
         UserError: a model or the rows can't be used.
@@ -129,7 +127,7 @@ def _run_checks(plan: Plan, checks: Sequence[Callable[[Stage], None]]) -> None:
 
 
 def _check_processes(plan: Plan, stage: Stage) -> None:
-    """Check that the parallel sizes divide the processes, and that each one gets a prompt."""
+    """Check that the parallel sizes divide the number of processes, and that each has prompts."""
     settings: Any = plan.configs[stage.name]
     settings.check_processes(plan.machine.world, section=stage.prefix)
     work = settings.workload(plan.machine.world)
@@ -204,7 +202,7 @@ def read_rows(config: StepConfig, stage: Stage, *, downloads: bool) -> Preview:
     unread = _unread_reason([path for data, *_ in inputs for path in (*data.path, *data.eval_path)])
     if unread and not (downloads and unread == ON_HUB):
         return Preview(unread=unread)
-    # A run that starts doesn't use the preview, and drawing these rows takes seconds.
+    # Only a dry run shows the preview, and generating these rows takes seconds.
     if downloads and all(EMBEDDED in data.path for data, *_ in inputs):
         for data, _, columns, _ in inputs:
             check_embedded(data, columns)
@@ -223,13 +221,13 @@ def _unread_reason(paths: Iterable[str]) -> str:
     """Return the reason why a plan doesn't read the rows of these paths; empty if it does."""
     size = 0
     for path in paths:
-        bare = without_weight(path)
+        bare = bare_name(path)
         if bare == EMBEDDED:
             continue
         local = Path(bare).expanduser()
         if is_local_jsonfile(bare):
             files = LOCAL_JSONFILE
-        elif not is_local(bare):
+        elif is_hub_name(bare):
             return ON_HUB
         else:
             files = local.rglob("*") if local.is_dir() else [local]

@@ -1,18 +1,11 @@
 """Check that the models and data of a step exist, before anything heavy is imported."""
 
-import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from pipeline.config import EMBEDDED, StepConfig
-from pipeline.data.rows.sources import (
-    HUB_NAME,
-    LOCAL_JSONFILE,
-    SUFFIXES,
-    is_local_jsonfile,
-    split_name,
-)
+from pipeline.data.rows.sources import LOCAL_JSONFILE, bare_name, is_hub_name, is_local_jsonfile
 from pipeline.models.hf.directory import check_configuration
 from pipeline.plan.output import MARK, RESULT, last_steps
 from pipeline.plan.request import Request
@@ -63,17 +56,9 @@ def model_paths(config: StepConfig) -> Iterator[tuple[str, str]]:
 
 
 def is_local(path: str) -> bool:
-    """Return whether `path` is a local path rather than a name on the Hub.
-
-    Hub names are `name` or `owner/name`.
-    """
+    """Return whether a model's path is local, not a Hub name (`name` or `owner/name`)."""
     looks_like_a_path = path.startswith((".", "/", "~", "\\")) or path.endswith("/")
     return looks_like_a_path or path.count("/") > 1 or Path(path).exists()
-
-
-def without_weight(path: str) -> str:
-    """Return a data path without its `:weight`, the share in the mixture."""
-    return re.sub(r":\d+(\.\d+)?$", "", path)
 
 
 def _data_paths(config: StepConfig) -> Iterator[tuple[str, tuple[str, ...]]]:
@@ -130,7 +115,7 @@ def _check_model(name: str, path: str, stage: Stage, config: StepConfig, *, writ
 
 
 def _check_data(name: str, path: str) -> None:
-    bare, _ = split_name(without_weight(path))
+    bare = bare_name(path)
     if bare == EMBEDDED or Path(bare).expanduser().exists():
         return
     if is_local_jsonfile(bare):
@@ -142,7 +127,7 @@ def _check_data(name: str, path: str) -> None:
                 f" {' and no '.join(missing)}"
             )
         return
-    if is_local(bare) or bare.endswith(SUFFIXES) or not HUB_NAME.fullmatch(bare):
+    if not is_hub_name(bare):
         raise DataError(f"{name} {path}: no such file or directory")
 
 

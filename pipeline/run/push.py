@@ -9,7 +9,7 @@ import yaml
 
 from pipeline.cli.options import print_error, print_output
 from pipeline.config import EMBEDDED
-from pipeline.data.rows.sources import split_name, split_weight
+from pipeline.data.rows.sources import bare_name, is_hub_name
 from pipeline.plan.inputs import is_local
 from pipeline.plan.output import RECORDS, recorded_base_model
 from pipeline.plan.plan import Plan
@@ -57,12 +57,12 @@ def model_card(name: str, directory: Path, steps: Sequence[results.StepResult]) 
     base = recorded_base_model(str(directory))
     is_public = base != EMBEDDED and not is_local(base)
     data = [_data_names(step) for step in steps]
-    on_hub = sorted({path for paths in data for path in paths if "/" in path})
+    on_hub = {"/".join(path.split("/")[:2]) for paths in data for path in paths if "/" in path}
     metadata: dict[str, object] = {
         "library_name": "transformers",
         "pipeline_tag": task,
         "base_model": base if is_public else None,
-        "datasets": on_hub or None,
+        "datasets": sorted(on_hub) or None,
         "tags": ["rlhf-pipeline", *(step.method for step in steps)],
     }
     metadata = {key: value for key, value in metadata.items() if value is not None}
@@ -90,5 +90,4 @@ def _data_names(step: results.StepResult) -> list[str]:
     """Return the names of the step's data sets, without weights, splits or local directories."""
     paths = step.settings.get("data.path")
     paths = map(str, paths) if isinstance(paths, list) else ()
-    names = [split_name(split_weight(path)[0])[0] for path in paths]
-    return [Path(name).name if is_local(name) else name for name in names]
+    return [name if is_hub_name(name) else Path(name).name for name in map(bare_name, paths)]

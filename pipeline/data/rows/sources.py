@@ -109,7 +109,7 @@ def read_source(spec: str, *, step: int | None = None) -> Source:
         splits = _find_directory_splits(path, requested)
     elif path.exists():
         splits = {TRAIN: _read_files([path])}
-    elif name.endswith(SUFFIXES) or not HUB_NAME.fullmatch(name) or name.startswith("."):
+    elif not is_hub_name(name):
         raise DataError(f"data path {name}: no such file or directory")
     else:
         splits = _load_hub_splits(name)
@@ -134,7 +134,7 @@ def _find_directory_splits(directory: Path, requested: str | None) -> dict[str, 
     for file in sorted(directory.rglob("*")):
         parts = file.relative_to(directory).parts
         is_ignored = file.name in METADATA or any(part.startswith(".") for part in parts)
-        if is_ignored or not file.name.endswith(SUFFIXES):
+        if is_ignored or not file.name.endswith(SUFFIXES) or file.is_dir():
             continue
         split = TRAIN
         for part in reversed(parts):  # the outermost directory wins
@@ -159,6 +159,17 @@ def _find_directory_splits(directory: Path, requested: str | None) -> dict[str, 
 def _read_files(paths: Sequence[Path]) -> Iterator[Row]:
     for path in paths:
         yield from _read_file(path)
+
+
+def is_hub_name(name: str) -> bool:
+    """Return whether a data path, without its split and weight, is a name on the Hub."""
+    is_path = Path(name).exists() or name.startswith(".") or name.endswith(SUFFIXES)
+    return not is_path and HUB_NAME.fullmatch(name) is not None
+
+
+def bare_name(spec: str) -> str:
+    """Return a data path without its split and weight."""
+    return split_name(split_weight(spec)[0])[0]
 
 
 def is_local_jsonfile(name: str) -> bool:

@@ -58,9 +58,12 @@ def get_error(out: Path, *argv: str) -> str:
     return str(error.value)
 
 
-def test_valid_plan_reports_rows_steps_and_tokens(tmp_path: Path, model: Path, pairs: Path) -> None:
-    argv = ["--actor-model", str(model), "--data-path", str(pairs), "--max-length", "64"]
-    short = ["--ppo.max_new_tokens", "24", "--ppo.max_prompt_length", "64"]
+def test_valid_plan_reports_rows_steps_and_tokens(
+    tmp_path: Path, model: Path, pairs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(pairs.parent.parent)
+    argv = ["--actor-model", str(model), "--data-path", f"{pairs.parent.name}@train"]
+    short = ["--ppo.max_new_tokens", "24", "--ppo.max_prompt_length", "64", "--max-length", "64"]
     checked = plan(tmp_path, *argv, *short, "--epochs", "2")
 
     previews = check(checked)

@@ -41,6 +41,13 @@ def test_missing_input_error_has_the_directory_and_the_command(tmp_path: Path) -
     )
 
 
+def test_data_path_may_have_a_split_a_weight_or_a_configuration(tmp_path: Path) -> None:
+    (tmp_path / "rows:2").mkdir()
+    paths = (f"{tmp_path}/rows:2", f"{tmp_path}@test:.5", "owner/name/configuration")
+
+    check("--step", "1", "--data-path", *paths)
+
+
 @pytest.mark.parametrize(
     ("step", "setting", "subdirectory"),
     [

@@ -66,7 +66,7 @@ def test_every_file_format_yields_its_rows_in_order(name: str, tmp_path: Path) -
 )
 def test_directory_keeps_its_test_split(test_file: str, tmp_path: Path) -> None:
     write(tmp_path / "train-1.jsonl", ROWS[:1])
-    write(tmp_path / "evaluation_prompts.jsonl", ROWS[1:])
+    write(tmp_path / "evaluation_prompts.parquet" / "part-0.parquet", ROWS[1:])  # as Spark does
     write(tmp_path / test_file, [{"prompt": "held", "response": "out"}])
     (tmp_path / "README.md").write_text("not data")
     write(tmp_path / ".cache" / "x.jsonl", ROWS)
