@@ -123,13 +123,8 @@ def shortage_message(
 ) -> str | None:
     """Return the error message for a step that can't fit; None if it fits.
 
-    Args:
-        step: beginning of the sentence, such as "step 1".
-        section: prefix of the settings on the command line; empty for a step's own command.
-        config: settings of the step.
-        machine: the machine it will run on.
-        origins: for a directory that an earlier step has yet to write, the model it starts from.
-        memory: the memory of the step on that machine.
+    The sentence begins with `step`, such as "step 1". `section` is the prefix of the settings on
+    the command line, empty for a step's own command. `origins` is as for `step_memory`.
     """
     shortage = find_shortage(memory, machine)
     if shortage is None:
@@ -167,11 +162,7 @@ def choose_settings(
 ) -> Settings:
     """Choose the fastest settings that leave a tenth of the memory free; empty if there are none.
 
-    Args:
-        config: settings of the step.
-        machine: the machine it will run on.
-        origins: for a directory that an earlier step has yet to write, the model it starts from.
-        given: dotted names of settings that the user gave, which are kept.
+    `origins` is as for `step_memory`. The settings whose dotted names are in `given` are kept.
     """
     target = replace(
         machine,
@@ -212,16 +203,22 @@ def choose_settings(
 
 
 def _fit_generation(config: StepConfig, machine: Machine, estimate: MemoryEstimator) -> Settings:
-    """Return the largest `generation_batch_size` that fits; empty for steps without it."""
-    generation = config.workload(machine.world).generation
-    if generation is None or generation.phase != "each iteration":
+    """Return the largest useful `generation_batch_size` that fits; empty for steps without it."""
+    work = config.workload(machine.world)
+    if not work.generates_first:
         return {}
-    phase = next(phase for phase in estimate(config).phases if phase.name == "generate")
+    generations = {"generate": work.generation, "rollouts": work.rollouts}
     available = machine.gpu_bytes or (machine.host_bytes or 0) // machine.processes
-    one_slot, all_slots = phase.at_minimum().peak("device"), phase.peak("device")
-    slot_bytes = (all_slots - one_slot) / max(1, generation.slots - 1)
-    slots = 1 + int((available - one_slot) / slot_bytes) if slot_bytes else generation.slots
-    return {"generation_batch_size": max(1, min(slots, generation.max_concurrent))}
+    largest, limits = 1, list[int]()
+    for phase in estimate(config).phases:
+        if (generation := generations.get(phase.name)) is None:
+            continue
+        one_slot, all_slots = phase.at_minimum().peak("device"), phase.peak("device")
+        slot_bytes = (all_slots - one_slot) / max(1, generation.slots - 1)
+        slots = 1 + int((available - one_slot) / slot_bytes) if slot_bytes else generation.slots
+        largest = max(largest, generation.max_concurrent)
+        limits += [slots] if slots < generation.max_concurrent else []
+    return {"generation_batch_size": max(1, min([largest, *limits]))}
 
 
 def list_savings(

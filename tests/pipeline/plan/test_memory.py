@@ -99,6 +99,15 @@ def test_auto_plan_selects_the_fastest_settings_that_fit(tmp_path: Path) -> None
     assert (many.zero_stage, many.zero.offload.optimizer) == (2, "none")
 
 
+def test_automatic_generation_batch_suits_processes_that_only_generate(tmp_path: Path) -> None:
+    argv = "--step 3 --reward math --plan auto --plan-for 8xA100-80GB --ppo.rollout_size 768"
+    argv += f" --actor-model {OPT} --ppo.rollout_processes 2 --ppo.max_new_tokens 64"
+
+    config: Any = plan(tmp_path, argv).configs["step3_ppo"]
+
+    assert config.generation_batch_size == 768 // 2
+
+
 @pytest.mark.jobs
 @pytest.mark.parametrize("argv", ["", f"--step 1 --actor-model {OPT}"])
 def test_automatic_settings_fit_and_are_printed_as_a_file(tmp_path: Path, argv: str) -> None:
