@@ -41,7 +41,7 @@ METRICS = {
     "logp_chosen": ("Log-probability, chosen", "nats per token"),
     "logp_rejected": ("Log-probability, rejected", "nats per token"),
     "tokens_per_second": ("Speed", "tokens per second"),
-    "memory_gb": ("Memory", "GB, in the process that uses the most"),
+    "memory_gb": ("Memory", "peak of the largest process, GB"),
 }
 """Metrics with their title and note, most important first; others follow by name."""
 

@@ -67,7 +67,6 @@ class Run:
         self._seconds_before = self._seconds_trained = 0.0
         self._logged_at = (0, 0.0)
         if self.is_main:
-            self.config.output_dir.mkdir(parents=True, exist_ok=True)
             self._lock.enter_context(RunLock(self.path(LOCK)))
             self._refuse_unfinished_run()
             self.resumes = self.config.resume and not self.path(DIVERGED).exists()
@@ -138,7 +137,7 @@ class Run:
 
         Call it after every step: it updates the progress bar, and after every `log_every`-th step
         and the last one it writes a line to metrics.jsonl, with `tokens_per_second` since the
-        previous line, excluding evaluations, and `memory_gb` of the largest process. A collective.
+        previous line, excluding evaluations, and the largest process's `memory_gb`. A collective.
         """
         now = time.perf_counter()
         self._seconds_trained += now - self._step_end

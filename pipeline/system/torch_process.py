@@ -7,9 +7,10 @@ from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 
 import numpy as np
-import psutil
 import torch
 from torch import Tensor
+
+from pipeline.system.memory import peak_bytes
 
 ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """Environment variables that configure the allocator."""
@@ -60,10 +61,10 @@ def gpu_numerics(*, tf32: bool, deterministic: bool) -> Iterator[None]:
 
 
 def memory_bytes() -> int:
-    """Return this process's memory in bytes; on a GPU, the peak memory of its tensors."""
+    """Return this process's peak memory in bytes; on a GPU, that of its tensors."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
-    return psutil.Process().memory_info().rss
+    return peak_bytes()
 
 
 def seed_generators(seed: int) -> None:

@@ -80,6 +80,11 @@ def test_unfinished_run_is_not_restarted_without_resume(tmp_path: Path) -> None:
 
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoints"]
     (tmp_path / "result.json").write_text("{}")  # a finished run may be repeated
+    with (
+        pytest.raises(ConfigError, match=r"result.json/.lock can't be created: File exists"),
+        Run(make_config(tmp_path / "result.json"), name="step1_sft", total_steps=2, mesh=MESH),
+    ):
+        pass
     with Run(make_config(tmp_path), name="step1_sft", total_steps=2, mesh=MESH):
         pass
 

@@ -6,11 +6,13 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from pipeline.models.forward.attention import run_reproducibly
+from pipeline.system.memory import peak_bytes
 from pipeline.system.torch_process import (
     gpu_numerics,
     random_state,
@@ -69,6 +71,12 @@ def test_backward_pass_of_attention_is_deterministic() -> None:
         assert torch.are_deterministic_algorithms_enabled()
         first = gradients()
         assert all(torch.equal(gradients(), first) for _ in range(5))
+
+
+def test_peak_memory_includes_memory_that_was_freed() -> None:
+    size = np.ones(2**25).nbytes  # the array is freed at once
+
+    assert peak_bytes() - psutil.Process().memory_info().rss > 0.9 * size
 
 
 def draw() -> tuple[object, ...]:
