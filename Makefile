@@ -37,6 +37,8 @@ MODEL ?= HuggingFaceTB/SmolLM2-135M-Instruct
 DATA ?= data
 RUN = $(OUTPUT)/$(NAME)
 PAIRS = $(DATA)/harmless-base/test.jsonl.gz
+# Skips a command that needs the output of training, which a dry run does not write.
+THEN = $(if $(findstring --dry-run,$(ARGS)),@:)
 RECIPE = python train.py --config $(wildcard configs/recipes/$(NAME)-*.yaml) --actor-model $(MODEL) \
 		--output-dir $(RUN) $(ARGS) --data-path
 
@@ -47,9 +49,9 @@ recipe-a:
 	mkdir -p $(OUTPUT)
 	gzip -dc $(PAIRS) | head -n 256 > $(OUTPUT)/held_out.jsonl
 	$(RECIPE) $(PAIRS) --eval-path $(OUTPUT)/held_out.jsonl
-	$(RECIPE) $(PAIRS) --eval-path $(OUTPUT)/held_out.jsonl --step 2 --data-split 6,4,0 \
+	$(THEN) $(RECIPE) $(PAIRS) --eval-path $(OUTPUT)/held_out.jsonl --step 2 --data-split 6,4,0 \
 		--reward-model $(RUN)/step1_sft --output-dir $(RUN)-judge
-	python -m evaluation.winrate --paths $(RUN)/step1_sft $(RUN)/step3_ppo/actor --limit 128 \
+	$(THEN) python -m evaluation.winrate --paths $(RUN)/step1_sft $(RUN)/step3_ppo/actor --limit 128 \
 		--prompts $(OUTPUT)/held_out.jsonl --judge '{kind: model, path: $(RUN)-judge/step2_reward}' \
 		--max-new-tokens 48 --temperature 0.8 --output $(RUN)-winrate.json
 
@@ -68,7 +70,7 @@ recipe-d:
 
 recipe-e:
 	$(RECIPE) $(PAIRS)
-	python -m pipeline.export --path $(RUN) --to gguf --out $(RUN)-gguf
+	$(THEN) python -m pipeline.export --path $(RUN) --to gguf --out $(RUN)-gguf
 
 install-test:
 	$(call install,.test-venv,.[dev])

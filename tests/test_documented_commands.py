@@ -116,3 +116,11 @@ def test_documented_commands_parse(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
     assert len(commands) > 60
     assert not errors, "\n".join(errors)
+
+
+def test_dry_run_of_a_recipe_runs_its_first_training_only() -> None:
+    make = ["make", "-n", "recipe", "NAME=a", "ARGS=--dry-run"]
+    printed = subprocess.run(make, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+
+    commands = re.findall(r"^(?:: )?python \S+", printed, re.MULTILINE)
+    assert commands == ["python train.py", ": python train.py", ": python -m"]
