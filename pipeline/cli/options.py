@@ -43,14 +43,11 @@ from pipeline.parallel import launched
 from pipeline.settings.build import Layer, build_config, method_layer, read_settings
 from pipeline.settings.fields import Option, config_yaml, did_you_mean, list_settings
 from pipeline.system.errors import (
-    EXIT_DISK_FULL,
-    EXIT_DIVERGED,
-    EXIT_OUT_OF_MEMORY,
-    EXIT_USER_ERROR,
     ConfigError,
     DivergedError,
     JobFailed,
     UserError,
+    exit_code,
     is_disk_full,
     is_out_of_memory,
 )
@@ -94,7 +91,8 @@ def parse_step(config_class: type[ConfigT], argv: Sequence[str]) -> ConfigT:
     if zero_config is not None:
         from pipeline.config.deepspeed import deepspeed_layer, ignored_keys_notice
 
-        layers.append(deepspeed_layer(config_class, zero_config, world=launched.world_size()))
+        given = config_class, zero_config, layers, overrides
+        layers.append(deepspeed_layer(*given, world=launched.world_size()))
         if notice := ignored_keys_notice(zero_config):
             print_notice(notice)
     config = build_config(config_class, layers, overrides)
@@ -189,12 +187,9 @@ def run_main(main: Callable[[Sequence[str]], None], argv: Sequence[str] | None =
         gc.enable()
     try:
         main(sys.argv[1:] if argv is None else argv)
-    except UserError as error:
+    except (UserError, DivergedError) as error:
         print_error(f"error: {error}", once_per_job=True)
-        sys.exit(EXIT_USER_ERROR)
-    except DivergedError as error:
-        print_error(f"error: {error}", once_per_job=True)
-        sys.exit(EXIT_DIVERGED)
+        sys.exit(exit_code(error))
     except JobFailed as failure:
         # Skip interpreter shutdown, where threads of a broken process group would abort.
         sys.stdout.flush()
@@ -206,11 +201,11 @@ def run_main(main: Callable[[Sequence[str]], None], argv: Sequence[str] | None =
     except Exception as error:
         if is_disk_full(error):
             print_error(f"error: the disk is full: {error}; free some space", once_per_job=True)
-            sys.exit(EXIT_DISK_FULL)
-        if not is_out_of_memory(error):
+        elif is_out_of_memory(error):
+            print_error(f"out of memory: {error}")
+        else:
             raise
-        print_error(f"out of memory: {error}")
-        sys.exit(EXIT_OUT_OF_MEMORY)
+        sys.exit(exit_code(error))
     sys.exit(0)
 
 
@@ -259,6 +254,11 @@ def _claim_message(message: str) -> bool:
     return True
 
 
+def option_name(name: str) -> str:
+    """Return the name as spelled in `--help`: with dashes, except in a step's settings."""
+    return "--" + (name if "." in name else name.replace("_", "-"))
+
+
 def parse_command(
     config_class: type[ConfigT],
     argv: Sequence[str],
@@ -297,8 +297,8 @@ def parse_command(
     names = {setting.name for setting in settings}
     for name in options:
         if name.partition(".")[0] not in names:
-            hint = did_you_mean(settings, name, _option_name)
-            raise ConfigError(f"there is no option {_option_name(name)}; {hint}")
+            hint = did_you_mean(settings, name, option_name)
+            raise ConfigError(f"there is no option {option_name(name)}; {hint}")
     options |= {name: [json.dumps(options[name])] for name in repeated}
     try:
         config = build_config(config_class, [], list(options.items()))
@@ -307,7 +307,7 @@ def parse_command(
     except ConfigError as error:
         name, _, rest = str(error).partition(" ")
         setting = name.removeprefix("--")
-        raise ConfigError(f"{_option_name(setting) if setting in names else name} {rest}") from None
+        raise ConfigError(f"{option_name(setting) if setting in names else name} {rest}") from None
     return config
 
 
@@ -317,11 +317,6 @@ class CommandParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Raise a ConfigError with the message that argparse would print."""
         raise ConfigError(f"{message}; {self.prog} --help lists the options")
-
-
-def _option_name(name: str) -> str:
-    """Return the spelling of an option: `--best-of` for `best_of`."""
-    return f"--{name.replace('_', '-')}"
 
 
 def _format_help(config_class: type, usage: str | Sequence[str], about: str) -> str:

@@ -12,16 +12,17 @@ import difflib
 import json
 import re
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
 from pipeline.config.model import TrainedModelConfig
+from pipeline.config.parallel import ParallelConfig
 from pipeline.config.step import Tracker
-from pipeline.settings.build import Layer
-from pipeline.settings.fields import section_class, unflatten
+from pipeline.settings.build import Layer, build_config, merge
+from pipeline.settings.fields import Option, section_class, unflatten
 from pipeline.system.errors import ConfigError, counted, require, suggestion
 
 AUTO = "auto"
@@ -148,11 +149,19 @@ class DeepSpeedFile:
         return ConfigError(f"{key} in {self.origin} {message}")
 
 
-def deepspeed_layer(config_class: type, path: Path, *, world: int) -> Layer:
+def deepspeed_layer(
+    config_class: type,
+    path: Path,
+    layers: Sequence[Layer] = (),
+    overrides: Sequence[Option] = (),
+    *,
+    world: int,
+) -> Layer:
     """Convert a DeepSpeed file to settings of a step with `world` processes.
 
     All trained models of the step get the same settings; batch sizes and trackers apply to the
-    step.
+    step. `layers` and `overrides` are its other settings, which determine how many of the processes
+    are data-parallel.
 
     Raises:
         ConfigError: the file can't be used, or the step trains no model.
@@ -170,7 +179,20 @@ def deepspeed_layer(config_class: type, path: Path, *, world: int) -> Layer:
     settings: dict[str, Any] = {role: unflatten(model_settings) for role in roles}
     trackers = [name for name in typing.get_args(Tracker) if file.get(f"{name}.enabled")]
     settings |= {"trackers": trackers} if trackers else {}
-    return Layer({**settings, **_convert_batch_sizes(file, world)}, str(path), is_file=True)
+    sizes = _convert_batch_sizes(file, _count_shares(config_class, layers, overrides, world))
+    return Layer({**settings, **sizes}, str(path), is_file=True)
+
+
+def _count_shares(
+    config_class: type, layers: Sequence[Layer], overrides: Sequence[Option], world: int
+) -> int:
+    """Return the number of processes, or model-parallel groups, with different training rows."""
+    given = merge(config_class, layers, overrides)
+    try:
+        parallel = build_config(ParallelConfig, [Layer(given.get("parallel", {}), "")])
+        return parallel.num_pipelines(world - int(given.get("rollout_processes", 0)))
+    except (TypeError, ValueError):  # building the step's settings gives a better error
+        return world
 
 
 def ignored_keys_notice(path: Path) -> str | None:
@@ -183,20 +205,21 @@ def ignored_keys_notice(path: Path) -> str | None:
     return f"ignored keys in {path}: {', '.join(keys)}" if keys else None
 
 
-def _convert_batch_sizes(file: DeepSpeedFile, world: int) -> dict[str, int]:
-    """Return the sizes; train_batch_size = micro-batch size x accumulation steps x processes."""
+def _convert_batch_sizes(file: DeepSpeedFile, shares: int) -> dict[str, int]:
+    """Return the sizes, where train_batch_size = micro-batch size x accumulation steps x shares."""
     train, micro, accumulation = (file.batch_size(key) for key in BATCH_KEYS)
     if train is None and micro and (accumulation or BATCH_KEYS[0] not in file.supported):
-        train = micro * (accumulation or 1) * world
+        train = micro * (accumulation or 1) * shares
     elif train and accumulation:
-        divisor = accumulation * world
+        divisor = accumulation * shares
         factor = f"{BATCH_KEYS[1]} ({micro}) x" if micro else "a multiple of"
         micro = micro or -(-train // divisor)
         if micro * divisor != train:
             raise file.error(
                 BATCH_KEYS[0],
                 f"is {train}, which is not {factor} {BATCH_KEYS[2]} ({accumulation}) x"
-                f" {counted(world, 'process')}; remove one key, or choose sizes that agree",
+                f" {counted(shares, 'data-parallel process')}; remove one key, or choose sizes that"
+                " agree",
             )
     sizes = {"batch_size": train, "micro_batch_size": micro}
     return {name: size for name, size in sizes.items() if size is not None}

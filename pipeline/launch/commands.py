@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 
-from pipeline.launch.layout import Deployment, Host, Layout, is_this_machine, option_name
+from pipeline.cli.options import option_name
+from pipeline.launch.layout import Deployment, Host, Layout, is_this_machine
 from pipeline.launch.local import list_gpus
 from pipeline.system.installation import ROOT
 from pipeline.system.threads import cores_per_process, shorten_spinning
@@ -30,12 +31,7 @@ def step_command(
     module: str, config_file: Path, layout: Layout, deployment: Deployment
 ) -> list[str]:
     """Return the local command line that runs a step."""
-    return launch_command(step_arguments(module, config_file), layout, deployment)
-
-
-def step_arguments(module: str, config_file: Path) -> list[str]:
-    """Return the arguments of a step's command line after Python or torchrun."""
-    return ["-m", module, "--config", str(config_file)]
+    return launch_command(["-m", module, "--config", str(config_file)], layout, deployment)
 
 
 def launch_command(step: Sequence[str], layout: Layout, deployment: Deployment) -> list[str]:

@@ -18,6 +18,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
+from pipeline.cli.options import option_name
 from pipeline.launch.local import CPU_PROCESSES, count_processes, list_gpus
 from pipeline.system.errors import ConfigError, counted, require, suggestion
 
@@ -140,11 +141,6 @@ class Deployment:
     def host_filter(self) -> str | None:
         """The value of --include or --exclude, if one of them is given."""
         return self.include or self.exclude
-
-
-def option_name(name: str) -> str:
-    """Return the name as spelled in `--help`: with dashes, except in a step's settings."""
-    return "--" + (name if "." in name else name.replace("_", "-"))
 
 
 @dataclass(frozen=True)
@@ -315,7 +311,7 @@ def read_hostfile(path: Path) -> list[Host]:
         ConfigError: the file or a line can't be used; the message begins with its location.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--hostfile {path} can't be read: {error}") from None
     hosts: dict[str, Host] = {}

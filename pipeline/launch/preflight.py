@@ -51,10 +51,7 @@ class Machine:
 def check_machines(layout: Layout, deployment: Deployment, directory: Path) -> None:
     """Check the machines; pods are not checked, since they share one image and one volume.
 
-    Args:
-        layout: the machines.
-        deployment: the options.
-        directory: output directory, which need not exist.
+    `directory` is the output directory, which need not exist.
 
     Raises:
         ConfigError: there are problems; its message is the last one, the others are printed.

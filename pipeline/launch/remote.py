@@ -21,9 +21,10 @@ from typing import IO, Any
 
 import psutil
 
-from pipeline.cli.options import EXIT_USER_ERROR, print_error
+from pipeline.cli.options import print_error
 from pipeline.launch.child import SIGNALS
 from pipeline.launch.commands import MISSING_REASONS
+from pipeline.system.errors import EXIT_USER_ERROR
 from pipeline.system.signals import STOP_SIGNALS
 
 HEARTBEAT_SECONDS = 10.0

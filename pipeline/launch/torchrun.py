@@ -18,8 +18,9 @@ from contextlib import suppress
 
 import psutil
 
-from pipeline.cli.options import EXIT_INTERRUPTED, EXIT_USER_ERROR, print_error
-from pipeline.system.signals import EXIT_REQUEUE, STOP_SIGNALS
+from pipeline.cli.options import print_error
+from pipeline.system.errors import EXIT_USER_ERROR
+from pipeline.system.signals import EXIT_INTERRUPTED, EXIT_REQUEUE, STOP_SIGNALS
 from pipeline.system.threads import cores_per_process
 
 GRACE_SECONDS = 600

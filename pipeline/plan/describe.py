@@ -19,7 +19,7 @@ from pipeline.budget.machine import data_sheet_flops, describe_machine, measure_
 from pipeline.budget.memory import memory_summary, memory_table
 from pipeline.budget.models import CountedModel, build_models
 from pipeline.config import StepConfig
-from pipeline.launch.commands import launch_command, node_command, step_arguments
+from pipeline.launch.commands import launch_command, node_command
 from pipeline.launch.local import query_gpus
 from pipeline.parallel.schedules import bubble_fraction
 from pipeline.plan.checks import Preview
@@ -80,7 +80,7 @@ def estimate(plan: Plan, stage: Stage, preview: Preview, flops: float) -> float 
     group = generation.group_size if generation is not None else 1
 
     def forward(model: CountedModel, rows: int, times: int = 1) -> float:
-        """Estimate the seconds of `times` forward passes over `rows` rows."""
+        """Estimate the duration of `times` forward passes over `rows` rows, in seconds."""
         capacity = work.micro_batch_size * work.length * work.sequences_per_row
         min_seconds = max(1, math.ceil(rows * row / capacity)) * model.shape.layers * BLOCK_SECONDS
         is_scorer = model.use.scores and model.trained is None
@@ -88,7 +88,7 @@ def estimate(plan: Plan, stage: Stage, preview: Preview, flops: float) -> float 
         return times * max(min_seconds, tokens * 2 * model.parameters / flops)
 
     def generate(prompts: int, group: int = 1) -> float:
-        """Estimate the seconds to prefill the prompts and decode the responses."""
+        """Estimate the duration of generating responses to the prompts, in seconds."""
         model = next((m for m in models if generation and m.role == generation.role), None)
         if generation is None or model is None:
             return 0.0
@@ -238,7 +238,8 @@ def _describe_step(plan: Plan, stage: Stage) -> Iterator[str]:
     split = f", split {','.join(f'{part:g}' for part in config.data.split)}"
     yield _line("data", f"{' '.join(config.data.path)}{split if config.reads_dialogues else ''}")
     limit = config.max_steps
-    length = counted(limit, "step") if limit else f"{config.epochs:g} epoch(s)"
+    plural = "" if config.epochs == 1 else "s"
+    length = counted(limit, "step") if limit else f"{config.epochs:g} epoch{plural}"
     yield _line(
         "training",
         f"{length}, batch {config.batch_size} in micro-batches of {config.micro_batch_size}, length"
@@ -281,8 +282,7 @@ def _describe_commands(plan: Plan) -> Iterator[str]:
             if name.partition(".")[0] not in config.unused_roles
             for word in (f"--{name}", *words)
         ]
-        module, *rest = step_arguments(stage.module, Path("FILE"))[1:]
-        words = ["-m", module, *options, *rest[2:]]
+        words = ["-m", stage.module, *options]
         yield ""
         yield from _wrap_command(launch_command(words, plan.layout, plan.request))
         if plan.layout.launcher == "ssh":

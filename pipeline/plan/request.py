@@ -6,9 +6,9 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Literal
 
-from pipeline.cli.options import load_layers, split_options
+from pipeline.cli.options import load_layers, option_name, split_options
 from pipeline.config import AdapterVariant, Quantize, check_split
-from pipeline.launch.layout import Deployment, option_name
+from pipeline.launch.layout import Deployment
 from pipeline.plan.stage import METHODS, Stage, check_method_name
 from pipeline.settings.build import Layer, build_config
 from pipeline.settings.deepspeed_chat import deepspeed_chat_hint
@@ -151,7 +151,8 @@ class Request(Deployment):
 
     dry_run: bool = False
     """Check the plan and print it: rows, steps, tokens and an estimate of the time of each step,
-    the commands that run it manually, and the memory table; run nothing."""
+    the commands that run it manually, and the memory table; run nothing. The exit code is 0 even if
+    a step can't fit this machine."""
 
     plan: Literal["check", "auto", "off"] = "check"
     """Before step 1 starts: check verifies the settings, data, chat formats, tokenizers, model
@@ -391,7 +392,7 @@ def _check_names(typed: Sequence[Option], files: Sequence[Layer], stages: Sequen
 
 
 def _with_option_name(sentence: str, files: Sequence[Layer]) -> str:
-    """Return `sentence` with its leading setting spelled as an option, unless from a file."""
+    """Return `sentence` with its first word, a setting, as an option, unless a file sets it."""
     first, space, rest = sentence.partition(" ")
     name = first.lstrip("-")
     known = {option.name for option in fields(Request)}

@@ -45,12 +45,8 @@ def step_configs(
     """Return the settings of all steps by name, including steps that don't run.
 
     If a step that runs or has run learns labels, all steps with user data have `data.labels` set.
-
-    Args:
-        command_line: the user's command line.
-        stages: the steps.
-        world: number of processes of each step.
-        chosen: the choice of `--plan auto`, by stage prefix and dotted name.
+    `world` is the number of processes of each step, and `chosen` the choice of `--plan auto`, by
+    stage prefix and dotted name.
 
     Raises:
         ConfigError: a setting is unknown, of the wrong type, out of range or contradictory.
@@ -85,13 +81,8 @@ def resolve_run(
     """Return the command line without unneeded steps, and the settings of all steps.
 
     A step whose model only serves other steps is dropped if no step that runs uses it, unless the
-    user chose the steps.
-
-    Args:
-        command_line: the user's command line.
-        stages: the steps that may run.
-        known: all steps of all methods; by default `stages`.
-        world: number of processes of each step.
+    user chose the steps. `stages` are the steps that may run, `known` those of all methods (by
+    default `stages`), and `world` is the number of processes of each step.
 
     Raises:
         ConfigError: see `step_configs`.
@@ -232,7 +223,7 @@ class Resolver:
         return [*layers, defaults, chosen]
 
     def _responder(self, stage: Stage) -> Stage:
-        """Return the step that provides responses: for a reward model, step 1 if available."""
+        """Return the step whose model responds: for a reward model, step 1 if available."""
         role, origins = stage.main_role, self._available
         if stage.options[role] == "reward" and stage.models[role] in origins:
             return next((s for s in self.stages if s.section == stage.models[role]), stage)
@@ -245,7 +236,8 @@ class Resolver:
         # Steps that don't run are resolved only for their outputs: the file need not fit them.
         if path is None or stage.number not in self.request.step:
             return [*files, options]
-        return [*files, deepspeed_layer(stage.config_class, path, world=self.world), options]
+        given = stage.config_class, path, [*files, options], self._overrides(stage)
+        return [*files, deepspeed_layer(*given, world=self.world), options]
 
     def _file_layers(self, stage: Stage) -> Iterator[Layer]:
         """Yield each file's settings for a step, followed by those for the method it runs."""

@@ -25,7 +25,7 @@ from pipeline.budget.fit import (
     trained_models,
 )
 from pipeline.budget.memory import step_memory
-from pipeline.cli.options import EXIT_INTERRUPTED, print_error, print_output, write_config
+from pipeline.cli.options import print_error, print_output, write_config
 from pipeline.config import FrozenModelConfig, StepConfig
 from pipeline.launch.child import run_child
 from pipeline.launch.commands import step_command, step_environment
@@ -35,7 +35,7 @@ from pipeline.plan.output import AUTOTUNE, MARK, METRICS
 from pipeline.plan.plan import Plan
 from pipeline.plan.stage import Stage
 from pipeline.system.errors import EXIT_FAILED, EXIT_OUT_OF_MEMORY, EXIT_USER_ERROR, ConfigError
-from pipeline.system.signals import EXIT_REQUEUE, STOP_SIGNALS
+from pipeline.system.signals import EXIT_INTERRUPTED, EXIT_REQUEUE, STOP_SIGNALS
 
 TRIALS, LOGS = "trials.jsonl", "logs"
 

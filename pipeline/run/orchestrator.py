@@ -6,14 +6,7 @@ from dataclasses import replace
 
 from pipeline.budget.machine import format_bytes
 from pipeline.budget.memory import memory_summary
-from pipeline.cli.options import (
-    EXIT_INTERRUPTED,
-    EXIT_USER_ERROR,
-    print_error,
-    print_notice,
-    print_output,
-    write_config,
-)
+from pipeline.cli.options import print_error, print_notice, print_output, write_config
 from pipeline.config import EMBEDDED
 from pipeline.config.deepspeed import ignored_keys_notice
 from pipeline.files.durable import write_output
@@ -42,10 +35,11 @@ from pipeline.system.errors import (
     EXIT_DIVERGED,
     EXIT_FAILED,
     EXIT_OUT_OF_MEMORY,
+    EXIT_USER_ERROR,
     ConfigError,
 )
 from pipeline.system.installation import CHAT
-from pipeline.system.signals import EXIT_REQUEUE, STOP_SIGNALS
+from pipeline.system.signals import EXIT_INTERRUPTED, EXIT_REQUEUE, STOP_SIGNALS
 
 
 def run_plan(plan: Plan) -> None:

@@ -72,8 +72,8 @@ def write_json(directory: Path, content: dict[str, Any] | str) -> Path:
 
 
 def build(path: Path, settings: dict[str, Any] | None = None, *, world: int = 1) -> SFTConfig:
-    layers = [Layer(settings or {}, "base"), deepspeed_layer(SFTConfig, path, world=world)]
-    return build_config(SFTConfig, layers)
+    layers = [Layer(settings or {}, "base")]
+    return build_config(SFTConfig, [*layers, deepspeed_layer(SFTConfig, path, layers, world=world)])
 
 
 def test_auto_values_come_from_our_settings(tmp_path: Path) -> None:
@@ -128,9 +128,10 @@ def test_deepspeed_chat_config_is_read(tmp_path: Path) -> None:
 def test_batch_sizes_follow_from_the_deepspeed_keys(
     tmp_path: Path, content: dict[str, Any], world: int, sizes: tuple[int, int]
 ) -> None:
-    config = build(write_json(tmp_path, content), world=world)
+    path, settings = write_json(tmp_path, content), {"parallel": {"tp": 2, "pp": 2}}
 
-    assert (config.batch_size, config.micro_batch_size) == sizes
+    for config in (build(path, world=world), build(path, settings, world=4 * world)):
+        assert (config.batch_size, config.micro_batch_size) == sizes
 
 
 def test_scheduler_section_replaces_all_schedule_settings(tmp_path: Path) -> None:
@@ -193,11 +194,11 @@ def test_schedules_use_deepspeed_defaults(
         (
             dict(zip(BATCH_KEYS, (10, 4, 2), strict=True)),
             "is 10, which is not train_micro_batch_size_per_gpu (4) x gradient_accumulation_steps"
-            " (2) x 1 process",
+            " (2) x 1 data-parallel process",
         ),
         (
             {"train_batch_size": 10, "gradient_accumulation_steps": 4},
-            "is 10, which is not a multiple of gradient_accumulation_steps (4) x 1 process; remove",
+            "is 10, which is not a multiple of gradient_accumulation_steps (4) x 1 data-parallel",
         ),
         ({"scheduler": {"type": "OneCycle"}}, "scheduler.type in FILE is OneCycle, which is not"),
         (

@@ -29,7 +29,7 @@ def _two_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 def test_hostfile_is_read(tmp_path: Path) -> None:
     file = tmp_path / "hosts"
-    file.write_text("# my cluster\n\nworker-0 slots=2\n  ann@10.0.0.7\tslots=1  # the old one\n")
+    file.write_text("\ufeff# my cluster\n\nworker-0 slots=2\r\n ann@10.0.0.7\tslots=1  # old\n")
 
     assert read_hostfile(file) == [
         Host("worker-0", (0, 1), f"{file}:3"),

@@ -32,7 +32,7 @@ def dry_run(cwd: Path, *argv: str) -> str:
         ("--sft.save_every", "null", "--sft.eval_every", "5", "--reward.margin"),
         ("--sft.model.optim.betas", "0.8,0.9", "--ppo.trackers", "tensorboard", "wandb"),
         ("--method", "gspo", "--ppo.clip", "0.2", "--ppo.baseline", "none"),
-        ("--data-path", '["[x].jsonl"]', "--sft.model.lora", "--ppo.missing_eos_score", "null"),
+        ("--data-path", '["x", "[y]", "--z"]', "--sft.model.lora", "--ppo.score_clip", "null"),
     ],
 )
 def test_settings_converted_to_options_parse_to_the_same_settings(argv: tuple[str, ...]) -> None:

@@ -1,18 +1,14 @@
 from pathlib import Path
 
-from pipeline.config import StepConfig
 from pipeline.plan.request import parse_request
 from pipeline.plan.resolve import step_configs
 from pipeline.settings.fields import flatten, to_plain
 from tests.pipeline.stages import THREE_STEPS
 
 
-def resolve(*argv: str, world: int = 1) -> dict[str, StepConfig]:
-    return step_configs(parse_request(argv, THREE_STEPS), THREE_STEPS, world=world)
-
-
-def settings(*argv: str, world: int = 1) -> dict[str, dict[str, object]]:
-    return {name: flatten(to_plain(config)) for name, config in resolve(*argv, world=world).items()}
+def settings(*argv: str) -> dict[str, dict[str, object]]:
+    configs = step_configs(parse_request(argv, THREE_STEPS), THREE_STEPS)
+    return {name: flatten(to_plain(config)) for name, config in configs.items()}
 
 
 def test_each_step_starts_from_the_output_of_the_previous_one() -> None:
