@@ -73,7 +73,7 @@ def main(argv: Sequence[str]) -> None:
     from pipeline.system.logs import configure_logging
 
     assert config.out is not None
-    out = config.out.expanduser()
+    out = config.out.expanduser().resolve()
     check_export_directory(out)
     configure_logging(is_main=True)
     export = prepare(config)

@@ -4,6 +4,7 @@ Text from models and data is escaped.
 """
 
 import json
+import shlex
 from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
@@ -38,6 +39,7 @@ def render(results: Results, out: Path) -> str:
     optimized = results.methods or ([scored] if scored and scored.finished else [])
     optimized = [step for step in optimized if not step.has("margin_after")]
     chat_model = find_chat_model(results.steps)
+    chat_path = shlex.quote(str(model_directory(out, chat_model))) if chat_model else ""
     # The base model is grey, the last one green, the others blue.
     styles = {name: BASE if name == BASE else "before" for name in models}
     environment = Environment(
@@ -62,7 +64,7 @@ def render(results: Results, out: Path) -> str:
         charts={name: step_charts(step) for name, step in results.steps.items()},
         guards={name: step.events for name, step in results.steps.items()},
         models=models,
-        chat=f"{CHAT} --path {model_directory(out, chat_model)}" if chat_model else "",
+        chat=f"{CHAT} --path {chat_path}" if chat_model else "",
         out=out,
     )
 

@@ -173,10 +173,10 @@ def _get_value(config_class: type, merged: Mapping[str, Any], name: str) -> Any:
 
 
 def _normalize_value(kind: object, value: object, name: str, source: str) -> object:
-    """Convert a value from a file to its type: one item to a list, a date to text.
+    """Convert a value to its type: one item to a list, a date to text, `~/` in a path.
 
     Raises:
-        ConfigError: a number is true or false; YAML reads yes, no, on and off so.
+        ConfigError: a number is true or false; YAML reads yes, no, on and off as booleans.
     """
     item_class = items_class(kind)
     if isinstance(value, bool):
@@ -193,6 +193,8 @@ def _normalize_value(kind: object, value: object, name: str, source: str) -> obj
         return _check_items(item_class, value, name, source) if preset is None else preset
     if typing.get_origin(without_none(kind)) is tuple and isinstance(value, str | int | float):
         return _parse_list(without_none(kind), [value]) if isinstance(value, str) else [value]
+    if without_none(kind) is Path and isinstance(value, str) and value.startswith("~/"):
+        return Path(value).expanduser()
     return str(value) if isinstance(value, date) else value
 
 

@@ -233,7 +233,7 @@ def _can_be_arguments(value: object) -> bool:
     """Return whether a list of strings can be given as arguments rather than as JSON."""
     if not isinstance(value, list) or not value:
         return False
-    return not str(value[0]).startswith(("[", "{", "-"))
+    return not any(str(item).startswith(("[", "{", "-")) for item in value)
 
 
 def flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

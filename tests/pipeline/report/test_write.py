@@ -160,11 +160,12 @@ def test_text_of_models_and_data_is_escaped(tmp_path: Path) -> None:
 
 
 def test_page_is_self_contained(tmp_path: Path) -> None:
-    write_summary(tmp_path, step1_sft=SFT_EVAL)
+    write_summary(tmp_path / "my run", step1_sft=SFT_EVAL)
 
-    report = write_report(tmp_path)
+    report = write_report(tmp_path / "my run")
 
     assert Page(report).addresses == []
+    assert f" --path '{tmp_path}/my run/step1_sft/actor'" in Page(report).text
     assert "url(" not in report.read_text()
     assert "@import" not in report.read_text()
 

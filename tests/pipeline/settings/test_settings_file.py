@@ -39,8 +39,9 @@ def test_error_names_the_settings_file_and_line(tmp_path: Path, text: str, messa
 
 def test_off_is_text_and_an_empty_mapping_takes_entries(tmp_path: Path) -> None:
     file = tmp_path / "my.yaml"
-    file.write_text("model: {kernels: off}\ndata:\n  fields:\n")
+    file.write_text("output_dir: ~/x\nmodel: {kernels: off}\ndata:\n  fields:\n")
 
     config = parse_step(SFTConfig, ["--config", str(file), "--data.fields.prompt", "q"])
 
     assert (config.model.kernels, config.data.fields) == ("off", {"prompt": "q"})
+    assert config.output_dir == Path.home() / "x"
