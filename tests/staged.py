@@ -1,11 +1,24 @@
-"""Helpers for tests of pipeline stages in every step."""
+"""Helpers for tests of ZeRO stages and pipeline stages in every step."""
 
+import hashlib
 import shutil
 from pathlib import Path
 
 from pipeline.budget.machine import Machine
 from pipeline.budget.memory import step_memory
 from pipeline.config import StepConfig
+from pipeline.run.run import CHECKPOINTS
+
+
+def hash_weights(directory: Path) -> dict[str, str]:
+    """Return the SHA-256 of every file of weights below `directory`."""
+    hashes = {
+        str(file.relative_to(directory)): hashlib.sha256(file.read_bytes()).hexdigest()
+        for file in sorted(directory.rglob("*.safetensors"))
+        if CHECKPOINTS not in file.parts  # these are sharded according to the stage
+    }
+    assert hashes
+    return hashes
 
 
 def remove_last_checkpoint(out: Path, *, last: int) -> None:

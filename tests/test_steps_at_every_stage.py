@@ -1,6 +1,5 @@
 """The three steps on two processes end in the same weights at every ZeRO stage."""
 
-import hashlib
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +10,6 @@ import pytest
 from pipeline.config import FrozenModelConfig, LoraConfig, OptimConfig, TrainedModelConfig
 from pipeline.config.model import OffloadConfig, ZeroConfig
 from pipeline.parallel.mesh import split_mesh
-from pipeline.run.run import CHECKPOINTS
 from step1_sft.config import SFTConfig
 from step1_sft.train import train as train_sft
 from step2_reward.config import RewardConfig
@@ -19,6 +17,7 @@ from step2_reward.train import train as train_reward
 from step3_ppo.config import PPOConfig
 from step3_ppo.train import train as train_ppo
 from tests.distributed import run_ranks
+from tests.staged import hash_weights
 from tests.step3_ppo.toy import FEW
 
 DATA = replace(FEW, max_eval_rows=14, max_length=64)
@@ -71,17 +70,6 @@ def run_step(step: str, models: str, out: str, changes: dict[str, Any], copies: 
 
 def read_metrics(directory: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-
-
-def hash_weights(directory: Path) -> dict[str, str]:
-    """Return the SHA-256 of every file of weights below `directory`."""
-    hashes = {
-        str(file.relative_to(directory)): hashlib.sha256(file.read_bytes()).hexdigest()
-        for file in sorted(directory.rglob("*.safetensors"))
-        if CHECKPOINTS not in file.parts  # these are sharded according to the stage
-    }
-    assert hashes
-    return hashes
 
 
 OFFLOAD = OffloadConfig(optimizer="cpu", gradients="cpu", params="cpu")

@@ -1,6 +1,5 @@
 """Short runs of step 1 on tiny models, and their outcomes."""
 
-import hashlib
 import json
 import shutil
 from pathlib import Path
@@ -16,6 +15,7 @@ from pipeline.parallel.mesh import split_mesh
 from step1_sft.config import SFTConfig
 from step1_sft.train import train
 from tests.families import tiny_causal_lm
+from tests.staged import hash_weights
 
 BLOCKS = {"gpt2": "n_layer"}
 """Families with another name for the number of blocks."""
@@ -69,11 +69,7 @@ def outcome(out: Path) -> dict[str, Any]:
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     names = ("loss", "grad_norm", "lr", "skipped", "eval_perplexity")
     return {
-        "weights": {
-            str(file.relative_to(out)): hashlib.sha256(file.read_bytes()).hexdigest()
-            for file in sorted(out.rglob("*.safetensors"))
-            if "checkpoints" not in file.parts
-        },
+        "weights": hash_weights(out),
         "metrics": [{name: line[name] for name in names if name in line} for line in lines],
     }
 

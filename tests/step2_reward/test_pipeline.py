@@ -1,6 +1,5 @@
 """Step 2 with pipeline parallelism matches one process bitwise."""
 
-import hashlib
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +12,7 @@ from pipeline.parallel.mesh import split_mesh
 from step2_reward.config import RewardConfig
 from step2_reward.train import train
 from tests.distributed import run_ranks
-from tests.staged import remove_last_checkpoint, require_less_memory
+from tests.staged import hash_weights, remove_last_checkpoint, require_less_memory
 from tests.step2_reward.labeled import make_rows, save_base, write_jsonl
 
 
@@ -48,11 +47,7 @@ def read_outcome(out: Path) -> dict[str, Any]:
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     names = {"step", "loss", "accuracy", "grad_norm", "skipped"}
     return {
-        "weights": {
-            str(file.relative_to(out)): hashlib.sha256(file.read_bytes()).hexdigest()
-            for file in sorted(out.rglob("*.safetensors"))
-            if "checkpoints" not in file.parts
-        },
+        "weights": hash_weights(out),
         "metrics": [
             {name: line[name] for name in line if name in names or name.startswith("eval_")}
             for line in lines

@@ -1,6 +1,5 @@
 """Step 3 with pipeline parallelism matches one process bitwise."""
 
-import hashlib
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +14,7 @@ from step3_ppo.config import PPOConfig
 from step3_ppo.methods import METHODS
 from step3_ppo.train import train
 from tests.distributed import run_ranks
-from tests.staged import remove_last_checkpoint, require_less_memory
+from tests.staged import hash_weights, remove_last_checkpoint, require_less_memory
 from tests.step3_ppo.toy import FEW, save_models, toy_config
 
 BOTH = ("actor", "critic")
@@ -88,11 +87,7 @@ def read_outcome(out: Path) -> dict[str, Any]:
     excluded = ("seconds", "tokens_per_second", "memory", "time", "bubble", "rollout_gap")
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     return {
-        "weights": {
-            str(file.relative_to(out)): hashlib.sha256(file.read_bytes()).hexdigest()
-            for file in sorted(out.rglob("*.safetensors"))
-            if "checkpoints" not in file.parts
-        },
+        "weights": hash_weights(out),
         "metrics": [
             {name: value for name, value in line.items() if not name.startswith(excluded)}
             for line in lines

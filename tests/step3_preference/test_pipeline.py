@@ -1,6 +1,5 @@
 """Preference methods with pipeline parallelism match one process bitwise."""
 
-import hashlib
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +12,7 @@ from pipeline.parallel.mesh import split_mesh
 from step3_preference.config import PreferenceConfig
 from step3_preference.train import train
 from tests.distributed import run_ranks
-from tests.staged import remove_last_checkpoint, require_less_memory
+from tests.staged import hash_weights, remove_last_checkpoint, require_less_memory
 from tests.step3_preference.toy import metrics, toy_config
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -47,11 +46,7 @@ def make_config(toy: Path, out: Path, method: str, *, pp: int, **changes: Any) -
 def read_outcome(out: Path) -> dict[str, Any]:
     """Return all outputs that don't depend on time."""
     return {
-        "weights": {
-            str(file.relative_to(out)): hashlib.sha256(file.read_bytes()).hexdigest()
-            for file in sorted(out.rglob("*.safetensors"))
-            if "checkpoints" not in file.parts
-        },
+        "weights": hash_weights(out),
         "metrics": [
             {name: line[name] for name in line if name != "bubble"} for line in metrics(out)
         ],
