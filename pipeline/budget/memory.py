@@ -119,10 +119,7 @@ def step_memory(
 ) -> StepMemory:
     """Estimate the memory of a step on `machine`; nothing is allocated.
 
-    Args:
-        config: the step's settings.
-        machine: the machine it runs on.
-        origins: for a directory that an earlier step has yet to write, the model it starts from.
+    `origins` maps a directory that an earlier step has yet to write to that step's initial model.
 
     Raises:
         ConfigError, ModelError: a model can't be divided as `parallel` requires.
@@ -173,7 +170,7 @@ class _ModelMemory:
         return 4 if self.model.trained.optim.moments == "bf16" else 8
 
     def _root_and_two_blocks(self, root: float, blocks: float) -> float:
-        """Return this process's share of the root and two blocks, given the totals of both."""
+        """Return this process's share of the root and of two blocks, given the totals."""
         return root * self.root + 2 * blocks / self.model.shape.layers / self.tp
 
     def _location(self, kind: Literal["params", "optimizer", "gradients"]) -> Location:

@@ -204,10 +204,8 @@ def build_models(
 ) -> tuple[list[CountedModel], list[str]]:
     """Build the models that a step loads, in order; also return a sentence for each unknown model.
 
-    Args:
-        workload: the models and batches of the step.
-        origins: for a directory that an earlier step has yet to write, the model it starts from.
-        has_gpu: whether there is a GPU, on which `auto` precision is bf16.
+    `origins` maps a directory that an earlier step has yet to write to that step's initial model.
+    With `has_gpu`, `auto` precision is bf16.
     """
     models: list[CountedModel] = []
     unknown: list[str] = []

@@ -38,7 +38,7 @@ class RowColumns:
 
 
 def find_column(columns: Mapping[str, Any], name: str) -> Any:  # noqa: ANN401
-    """Return a column or an entry of a nested one (OUTER.INNER; in verl's, also INNER), or None."""
+    """Return a column's value, or that of OUTER.INNER in a nested one (verl's: INNER), or None."""
     nested = (_parse_nested(columns.get(outer)) for outer in ("reward_model", "extra_info"))
     values = (_get_entry(source, name) for source in (columns, *nested))
     return next((value for value in values if value is not None), None)

@@ -49,14 +49,10 @@ class ParallelConfig:
         return self.micro_batches
 
     def check(self, processes: int, *, section: str = "") -> None:
-        """Raise unless the processes can be divided this way.
-
-        Args:
-            processes: number of processes of the step.
-            section: prefix of the settings on the command line; empty for a step's own command.
+        """Check that the processes of a step can be divided this way.
 
         Raises:
-            ConfigError: the processes can't be divided; the message names the setting.
+            ConfigError: they can't; the message names the setting, with the prefix `section`.
         """
         prefix = f"{section}." if section else ""
         replica_scope = " of each stage" if self.tp == 1 else " with the same shard of each layer"

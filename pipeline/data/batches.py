@@ -1,4 +1,4 @@
-"""Batches of concatenated sequences, and the division of a global batch.
+"""Batches of concatenated sequences, and how a global batch is divided into micro-batches.
 
 There is no padding: a batch is one long row of tokens and the lengths of its sequences, so masks
 can only come from lengths. Dimensions: N tokens in total, B sequences, K targets.

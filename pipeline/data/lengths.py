@@ -43,7 +43,7 @@ class FitCheck(Generic[Row]):
     """The side that a truncated row loses: "end" or "beginning"."""
 
     empty: str
-    """Predicate of rows without targets, such as "have nothing left to train on"."""
+    """Verb phrase for rows without targets, such as "have nothing left to train on"."""
 
     rows: str = "rows"
     """The word for the rows in messages: "rows" or "pairs"."""
@@ -71,13 +71,9 @@ def require_targets(
 def report_lengths(
     examples: Sequence[Row], check: FitCheck[Row], data: DataConfig, *, name: str
 ) -> None:
-    """Log how many rows are truncated and how many have no target.
+    """Log how many of the rows, which are in random order, are truncated or have no target.
 
-    Args:
-        examples: the rows, in random order.
-        check: how rows fit into `max_length`, and the wording of messages.
-        data: the settings with which the rows are read and truncated.
-        name: name of the rows, such as "training rows".
+    `name` is the name of the rows, such as "training rows".
     """
     inspected = examples[: MAX_ENCODED_EMBEDDED_ROWS if EMBEDDED in data.path else MAX_ENCODED_ROWS]
     fits = check.fit(inspected)

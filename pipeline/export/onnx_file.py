@@ -1,4 +1,4 @@
-"""ONNX files by torch.onnx's torch.export-based exporter, for any batch size and length.
+"""ONNX files, written by `torch.onnx.export`, for any batch size and sequence length.
 
 A graph computes (input_ids, attention_mask) -> logits and, for a reward model, the score.
 Dimension names: B sequences, T tokens, V vocabulary, C labels.

@@ -61,7 +61,7 @@ def discard(path: Path) -> None:
 
 
 def sync_tree(directory: Path) -> None:
-    """Flush all files below a directory to disk, with default permissions.
+    """Give all files below a directory default permissions, and flush them to disk.
 
     Libraries that write through a temporary file leave it readable only by its owner.
     """
@@ -79,12 +79,9 @@ def check_writable(path: Path, *, option: str) -> None:
 
     Call it before computing what the file will contain.
 
-    Args:
-        path: path of the file, which may already exist.
-        option: name of the option that sets the path, for error messages.
-
     Raises:
-        ConfigError: `path` is a directory, or its parent is a file or not writable.
+        ConfigError: `path`, set by `option`, is a directory, or its parent is a file or not
+            writable.
     """
     if path.is_dir():
         raise ConfigError(f"{option} {path} is a directory; pass a file name")
@@ -101,14 +98,11 @@ def write_output(texts: Mapping[Path, str], *, option: str) -> None:
     """Write files atomically: each has its old content, or none, until its new content is complete.
 
     A killed process or a power failure leaves at most `<name>.partial` files, which the next call
-    overwrites. Files are renamed only once all contents are on disk.
-
-    Args:
-        texts: content by file; missing directories are created.
-        option: name of the option that sets the paths, for error messages.
+    overwrites. Files are renamed only once all contents are on disk. Missing directories are
+    created.
 
     Raises:
-        ConfigError: one of the files can't be written.
+        ConfigError: one of the files, set by `option`, can't be written.
     """
     partial_paths = {path: path.with_name(f"{path.name}.partial") for path in texts}
     path = next(iter(texts))

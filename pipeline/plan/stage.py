@@ -39,8 +39,8 @@ class Stage:
     """For each role, whether train.py's --actor-... or its --reward-... options apply to it."""
 
     fallbacks: Mapping[str, str] = field(default_factory=dict)
-    """Origins by role that replace those in `models`, unless the origin in `models` is also that of
-    a used role without an entry here."""
+    """Origins by role that replace those in `models` if no other model comes from the same step: a
+    critic starts from the actor's model if no reward model is used."""
 
     method_origins: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     """Origins, by method and role, that replace those in `models` for a method."""
@@ -102,13 +102,9 @@ def drop_unselected(
 ) -> tuple[Stage, ...]:
     """Drop stages not in `numbers` that are `replaced`, or unfinished and run only on request.
 
-    Models of required roles that would come from a dropped stage come from its origin instead.
-
-    Args:
-        stages: all stages.
-        numbers: step numbers in `--step`.
-        finished: names of stages whose output exists.
-        replaced: sections of stages that a user's model replaces.
+    In place of a required model that a dropped stage would train, later stages get the one that it
+    would start from. `finished` has the names of stages whose output exists, and `replaced` the
+    sections of stages that a user's model replaces.
     """
     dropped: dict[str, str] = {}
     for stage in stages:

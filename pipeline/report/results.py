@@ -331,12 +331,8 @@ def find_chat_model(steps: Mapping[str, StepResult]) -> StepResult | None:
 def find_model(path: str, method: str | None = None) -> str:
     """Return `path` or, if it is an output directory of `train.py`, the latest model in it.
 
-    Of several methods, the one whose model is best on held-out prompts is chosen. The choice is
-    written to standard error.
-
-    Args:
-        path: a model directory, an output directory, or a name on the Hub.
-        method: selects the model of this method.
+    `path` may also be a name on the Hub. Of several methods, `method` is chosen, or else the one
+    whose model is best on held-out prompts. The choice is written to standard error.
 
     Raises:
         ModelError: the run has no model yet, or none of this method.

@@ -292,7 +292,7 @@ class Checkpoints:
         }
 
     def _describe_model(self, engine: Engine) -> dict[str, Any] | None:
-        """Return a description, merged from shards, for rebuilding an engine's model, if any."""
+        """Return what is needed to rebuild an engine's model, merged over its shards, if known."""
         if (description := describe_model(engine.model)) is None:
             return None
         return merge_descriptions(engine.model_parallel.gather_objects(description))

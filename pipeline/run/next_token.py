@@ -18,13 +18,7 @@ def train_step(
 ) -> None:
     """Take one optimizer step on this process's micro-batches, and log it.
 
-    Args:
-        passes: runs the model's forward and backward passes.
-        batches: micro-batches of this process.
-        run: logs the step.
-        step: number of the step.
-        tokens: number of tokens in the step's rows, over all processes.
-        targets: number of target tokens in the loss, over all processes.
+    The step's rows have `tokens` tokens, and the loss `targets` target tokens, over all processes.
     """
     engine, targets = passes.engine, max(1, targets)
     losses = passes.forward_backward(

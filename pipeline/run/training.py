@@ -41,12 +41,7 @@ C = TypeVar("C", bound=StepConfig)
 
 
 def run_step(config_class: type[C], train: Callable[[C], object], argv: Sequence[str]) -> None:
-    """Run a step on the processes that torchrun started, or on this process alone.
-
-    Args:
-        config_class: the step's settings.
-        train: runs the step with them.
-        argv: the command line.
+    """Call `train` with a step's settings, on torchrun's processes or on this process alone.
 
     Raises:
         ConfigError: a setting can't be used, or the step needs more memory than is available.
@@ -188,8 +183,7 @@ def evaluation_interval(every: int | None, *, total_steps: int, cost: float) -> 
     depend on the speed of the machine.
 
     Args:
-        every: the setting `eval_every`: a number of steps, 0 for the last step only, None for the
-            default.
+        every: `eval_every`: a number of steps, 0 for the last step only, None for the default.
         total_steps: number of steps of the run.
         cost: cost of one evaluation, as a number of training steps.
     """
@@ -284,11 +278,7 @@ def exporting_best(
 ) -> Iterator[None]:
     """Export the best weights if training diverges in the `with` block, which is a step's loop.
 
-    Args:
-        run: the step's run, which records the divergence.
-        best: the weights to keep.
-        export: writes the model to the output directory; a collective.
-        trained: settings of the trained model by its name, for the learning rate in the message.
+    `export`, a collective, writes the model. `trained` has the trained model's settings by name.
 
     Raises:
         DivergedError: training diverged; the message says what happened, what is kept and how to

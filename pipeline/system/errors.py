@@ -58,7 +58,7 @@ class JobFailed(SystemExit):
 
 
 class JobStopped(SystemExit):
-    """All processes of a job that train agreed to stop."""
+    """The training processes of a job agreed to stop."""
 
 
 def exit_code(error: BaseException) -> int:

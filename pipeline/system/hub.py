@@ -41,9 +41,9 @@ def download_settings(name: str) -> None:
 
 
 def unreachable_reason() -> str | None:
-    """Return why the Hub can't be used; None if it responds, or if only its client can tell.
+    """Return why the Hub can't be reached; None if it can be, or if that is unknown.
 
-    The latter is the case behind a proxy, or if the user has set the client to offline mode.
+    It is unknown behind a proxy, and if the user has set the Hub's client to offline mode.
     """
     if any(os.environ.get(name) for name in PROXIES) or os.environ.get("HF_HUB_OFFLINE"):
         return None
@@ -57,15 +57,11 @@ def unreachable_reason() -> str | None:
 
 
 def require_reachable(message: str, error: type[UserError], *, alternative: str) -> None:
-    """Raise an error if the Hub can't be used.
-
-    Args:
-        message: sentence that says what was not found on this machine.
-        error: type of error to raise.
-        alternative: what the user may pass instead of a Hub name.
+    """Check that the Hub can be reached.
 
     Raises:
-        UserError: the Hub can't be used; the message gives the reason and the fix.
+        UserError: it can't; the error, of the given type, has `message` (what was not found on this
+            machine), the reason, and the fix, with an `alternative` to a Hub name.
     """
     reason = unreachable_reason()
     if reason is not None:

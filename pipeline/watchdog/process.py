@@ -192,7 +192,7 @@ def find_straggler(heartbeats: Mapping[int, Heartbeat], timeout: float) -> Failu
 
 
 def find_hanging_process(heartbeats: Mapping[int, Heartbeat], timeout: float) -> Failure | None:
-    """Report the last process in a chain of processes that wait for each other, if it hangs.
+    """Report the last process in a chain, in which each waits for the next, if it hangs.
 
     The first and the last process of the chain must have made no progress for `timeout` seconds.
     """

@@ -33,15 +33,10 @@ def read_paths(
     notes: list[str],
     optional: bool = False,
 ) -> list[PathExamples]:
-    """Read the examples of each path.
+    """Read the examples of each path for a step, and add notes on what was dropped, and why.
 
-    Args:
-        paths: data paths.
-        fields: names of the rows' columns, keyed by our names for them.
-        kept: columns to keep in `extra`.
-        step: number of the step that reads them.
-        notes: receives notes on what was dropped, and why.
-        optional: whether rows may use our names instead of those in `fields`.
+    `fields` has the names of columns, keyed by our names for them; with `optional`, rows may use
+    our names instead. The columns `kept` are kept in `extra`.
 
     Raises:
         DataError: a path, a row or a column can't be used.

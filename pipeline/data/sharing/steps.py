@@ -139,12 +139,9 @@ def select_rows(data: StepData, config: StepConfig) -> StepData:
 def embedded_examples(
     *, step: int, seed: int, split_steps: tuple[int, ...] | None = None
 ) -> tuple[list[Example], list[Example]]:
-    """Return training and evaluation rows of the embedded task; they must not be modified.
+    """Return a step's training and evaluation rows of the embedded task; do not modify them.
 
-    Args:
-        step: number of the step.
-        seed: seed of the run.
-        split_steps: if given, the rows are pairs with the prompts of these steps.
+    With `split_steps`, they are pairs with the prompts of these steps.
     """
     from pipeline.demo.task import pair_rows, step_rows
 

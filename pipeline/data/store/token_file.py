@@ -212,12 +212,7 @@ class TokenWriter:
             self._temporary_path(suffix).unlink(missing_ok=True)
 
     def append(self, ids: NDArray[Any], lengths: NDArray[Any]) -> None:
-        """Append documents.
-
-        Args:
-            ids: concatenated tokens.
-            lengths: number of tokens in each document.
-        """
+        """Append documents, given their concatenated tokens and the length of each."""
         content = np.ascontiguousarray(ids, self.dtype).data
         self._file.write(content)
         self._digest.update(content)
