@@ -266,7 +266,7 @@ class StepConfig(ABC):
     """Settings of each method, by its name; empty for a step without methods."""
 
     MINIMUMS: ClassVar[Mapping[str, str]] = {}
-    """Settings that are raised to the value of another one, given here, if an option sets that."""
+    """For each setting, another one whose value is its minimum if an option sets it."""
 
     output_dir: Path
     """Directory of the step's output files."""

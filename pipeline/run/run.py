@@ -210,7 +210,7 @@ class Run:
         """Record, instead of a result, that the run diverged and why."""
         if self.is_main:
             note = {"step": self.step, "sentence": sentence}
-            self.path(DIVERGED).write_text(json.dumps(note, indent=2) + "\n")
+            replace_durably(self.path(DIVERGED), (json.dumps(note, indent=2) + "\n").encode())
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for resuming, as seen by the main process, which writes the files."""

@@ -13,7 +13,7 @@ LIMIT_FILES = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memo
 def available_bytes(groups: Sequence[Path] | None = None) -> int:
     """Return the bytes of host memory that can be allocated, within container limits.
 
-    The directories of the control groups are by default those of this process and their parents.
+    `groups` are directories of control groups, by default this process's and their parents.
     """
     in_groups = map(_available_in, control_groups() if groups is None else groups)
     limits = (available for available in in_groups if available is not None)
