@@ -187,7 +187,7 @@ def _run_step(plan: Plan, stage: Stage, *, resumes: bool) -> ExitStatus:
     command = plan.command(stage)
     while True:
         status = run_child([*command, *(["--resume"] if resumes else [])], plan.environment)
-        if not status.ran_out_of_memory or plan.layout.launcher == "pod":  # no pod retries alone
+        if not status.ran_out_of_memory or plan.layout.launcher == "pod":  # a pod can't retry alone
             return status
         planned = memory_summary(plan.memory(stage, config), plan.machine)
         usage = f"; its largest process used {format_bytes(status.peak_bytes)[0]} of host memory"

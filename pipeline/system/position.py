@@ -66,7 +66,7 @@ class Position:
 
         `reason` describes the wait if it is not for a collective that this process has entered.
         """
-        self.awaited_ranks, self.wait_reason = tuple(ranks), reason  # doesn't copy tuples
+        self.awaited_ranks, self.wait_reason = tuple(ranks), reason  # tuple() does not copy a tuple
         try:
             yield
         finally:

@@ -34,7 +34,7 @@ def draw(hash_: int, *, seed: int, purpose: str) -> float:
     """Return a uniform random number in (0, 1) that depends only on the arguments."""
     text = f"{seed} {purpose} {hash_}".encode()
     bits = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
-    return ((bits >> 12) + 0.5) / 2**52  # has 53 bits, so it is below 1
+    return ((bits >> 12) + 0.5) / 2**52  # exact in 53 bits, so it is below 1
 
 
 def fingerprint(examples: Iterable[Example]) -> str:
