@@ -249,7 +249,7 @@ def _parse_calls(row: Row, turn: dict[str, Any], role: str) -> tuple[list[Any], 
     parsed = _drop_nulls(parse_literal(values[0])) if values else []
     calls: list[dict[str, Any]] = []
     for call in parsed if isinstance(parsed, list) else [parsed]:
-        function = call.get("function", call) if isinstance(call, dict) else {}
+        function = _get_function(call)
         arguments = parse_literal(function.get("arguments") or {})
         if not isinstance(arguments, dict) or not isinstance(function.get("name"), str):
             raise DataError(
@@ -262,13 +262,19 @@ def _parse_calls(row: Row, turn: dict[str, Any], role: str) -> tuple[list[Any], 
     return calls, turn
 
 
+def _get_function(value: Any) -> dict[str, Any]:  # noqa: ANN401
+    """Return the function of a tool or call, which may be the value itself; else an empty one."""
+    function = value.get("function", value) if isinstance(value, dict) else None
+    return function if isinstance(function, dict) else {}
+
+
 def add_tools(row: Row, dialogue: Turns) -> Turns:
     """Add the row's `tools`, as JSON schemas, to the first turn of the dialogue."""
     tools = _drop_nulls(parse_literal(row.columns.get("tools") or []))
     if not tools or not dialogue:
         return dialogue
     tools = tools if isinstance(tools, list) else [tools]
-    functions = [tool.get("function", tool) if isinstance(tool, dict) else {} for tool in tools]
+    functions = [_get_function(tool) for tool in tools]
     if not all(isinstance(function.get("name"), str) for function in functions):
         raise DataError(
             f"{row.origin}: tools must be a list of JSON schemas, each with a name, got"

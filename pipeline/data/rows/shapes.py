@@ -181,13 +181,13 @@ def drop_revoked(rows: Sequence[Row]) -> list[Row]:
     ratings = [
         row.columns for row in rows if {"schema", "kind", "supersedes"} <= row.columns.keys()
     ]
-    superseded = {rating["supersedes"] for rating in ratings} - {None}
+    superseded = {str(rating["supersedes"]) for rating in ratings if rating["supersedes"]}
     if not ratings:
         return list(rows)
     return [
         row
         for row in rows
-        if row.columns.get("kind") != UNDO and row.columns.get("id") not in superseded
+        if row.columns.get("kind") != UNDO and str(row.columns.get("id")) not in superseded
     ]
 
 

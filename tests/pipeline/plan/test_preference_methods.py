@@ -1,20 +1,14 @@
 """Plans of preference methods: the steps they need and their rows."""
 
 from pathlib import Path
+from typing import Any
 
 from pipeline.plan.plan import Plan, make_plan
-from step3_preference.config import PreferenceConfig
 from train import STAGES
 
 
 def make(out: Path, *argv: str) -> Plan:
     return make_plan(["--output-dir", str(out), *argv], STAGES)
-
-
-def get_config(plan: Plan, name: str) -> PreferenceConfig:
-    config = plan.configs[name]
-    assert isinstance(config, PreferenceConfig)
-    return config
 
 
 def steps(plan: Plan) -> list[str]:
@@ -25,7 +19,7 @@ def test_dpo_needs_only_step_1_and_uses_the_rows_of_step_2(tmp_path: Path) -> No
     plan = make(tmp_path, "--method", "dpo")
 
     assert steps(plan) == ["step1_sft", "step3_dpo"]
-    config = get_config(plan, "step3_dpo")
+    config: Any = plan.configs["step3_dpo"]
     assert config.shares == (2, 3)
     assert config.model.path == str(tmp_path / "step1_sft")
     assert config.used_models().keys() == {"model", "base"}
@@ -40,6 +34,6 @@ def test_rl_and_preference_methods_run_together(tmp_path: Path) -> None:
     )
 
     assert steps(plan) == [*("step1_sft", "step2_reward", "step3_ppo", "step3_grpo", "step3_dpo")]
-    config = get_config(plan, "step3_dpo")
+    config: Any = plan.configs["step3_dpo"]
     assert (config.beta, config.nll_coef, config.shares) == (0.2, 0.5, (3,))
     assert config.reward.path == str(tmp_path / "step2_reward")

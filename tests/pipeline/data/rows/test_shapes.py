@@ -4,7 +4,7 @@ from typing import Any
 import pytest
 
 from pipeline.data.examples import Example, Message
-from pipeline.data.rows.shapes import ReadStats, read_row
+from pipeline.data.rows.shapes import ReadStats, drop_revoked, read_row
 from pipeline.data.rows.sources import Row
 from pipeline.system.errors import DataError
 
@@ -291,7 +291,9 @@ def test_consecutive_tool_calls_are_one_response_turn() -> None:
     ("row", "message"),
     [
         ({"tools": ["search"]}, "line 17: tools must be a list of JSON schemas, each with a name"),
+        ({"tools": [{"function": "f"}]}, "line 17: tools must be a list of JSON schemas"),
         ({"messages": [{"role": "function_call", "content": "search()"}]}, "line 17: a tool call"),
+        ({"messages": [{"role": "bot", "tool_calls": {"function": "f"}}]}, "line 17: a tool call"),
     ],
 )  # fmt: skip
 def test_invalid_tools_raise(row: dict[str, Any], message: str) -> None:
@@ -398,6 +400,15 @@ RATING: dict[str, Any] = {
     "answers": [{"text": "good"}, {"text": "bad"}],
     "choice": 0,
 }
+
+
+def test_rating_with_an_id_of_any_type_can_be_replaced() -> None:
+    ids = (([1], None), (2, [1]))
+    rows = [Row({**RATING, "id": id_, "supersedes": other}, "r") for id_, other in ids]
+
+    assert drop_revoked(rows) == rows[1:]
+
+
 DIALOGUES = turns(("user", "Q"), ("assistant", "a")), turns(("user", "Q"), ("assistant", "b"))
 
 
