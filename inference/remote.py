@@ -16,7 +16,7 @@ from torch import nn
 from inference.engine.requests import Response
 from inference.generation import KeyedPrompt, generate
 from inference.hybrid_engine import HybridEngine
-from inference.replica import weights_hash
+from inference.replica import iter_merged, weights_hash
 from pipeline.parallel.group import Group
 from pipeline.parallel.mesh import RolloutGroups
 from pipeline.system.errors import JobFailed, JobStopped
@@ -155,9 +155,9 @@ def remote_generation(groups: RolloutGroups) -> Iterator[RemoteGenerator]:
 
 
 def broadcast_weights(model: nn.Module, group: Group) -> None:
-    """Copy the parameters of the first process of a group to the others, one at a time."""
-    for param in model.parameters() if group.size > 1 else ():
-        group.broadcast(param.detach().contiguous(), source=0)
+    """Copy the merged weights of the first process of a group to the others, one at a time."""
+    for _, _, weight in iter_merged(model) if group.size > 1 else ():
+        group.broadcast(weight.contiguous(), source=0)
 
 
 def serve_requests(

@@ -1,28 +1,27 @@
-"""The replica: a second, plain set of modules of the trained model's class, for generation.
+"""The replica: a second set of modules of the trained model's class, for generation.
 
-It shares weights that the trained model stores complete and unmodified; others are copied, one unit
-at a time, from the weights that an engine gathers. In copies, adapters are merged and quantized
-weights are dequantized. Weights that another pipeline stage trains are received from it. The
-replica has no hooks, adapters or autograd, so a process can generate without the others.
+It has the same adapters and quantized layers. It shares weights that the trained model stores
+complete; others are copied, one unit at a time, from the weights that an engine gathers. Weights
+that another pipeline stage trains are received from it. The replica has no hooks or autograd, so a
+process can generate without the others.
 """
 
 import copy
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import cast
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Int64, Shaped
-from peft.tuners.lora import LoraLayer
+from peft import PeftModel, get_peft_model
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from inference.tensor_parallel import Sharding, all_reduce_, set_sharing_group
 from pipeline.engine.sharding.tensor_parallel import ParamShard, full_shape, get_shard
-from pipeline.models.adapters.lora import merge_adapter
-from pipeline.models.adapters.quantized import QuantizedLinear
+from pipeline.models.adapters.lora import merged_weights, suppress_peft_warnings
+from pipeline.models.adapters.quantized import CODES, QuantizedLinear, quantize_layers
 from pipeline.models.forward.forward import base_model, set_fp32_logits
 from pipeline.models.forward.vocab_parallel import FP32_LOGITS
 from pipeline.models.hf.export import GathersUnits
@@ -53,9 +52,7 @@ class WeightSource:
     """The trained weight, or the codes of a quantized one; None if another stage trains it."""
 
     layer: QuantizedLinear | None = None
-    """The layer that contains a quantized weight."""
-
-    adapter: LoraLayer | None = None
+    """The layer of a quantized weight that the replica needs dequantized."""
 
     part: ParamShard | None = None
     """The shard that this process trains, if layers are sharded in training."""
@@ -72,9 +69,8 @@ class WeightSource:
         return self.parameter is not None and spec == local
 
     def value(self) -> Shaped[Tensor, "*S"]:
-        """Return this process's trained shard, dequantized and with its adapter merged."""
-        local = self.detached if self.layer is None else self.layer.dequantize()
-        return local if self.adapter is None else merge_adapter(local, self.adapter)
+        """Return this process's trained shard."""
+        return self.detached if self.layer is None else self.layer.weight
 
     def full_value(self, trained_by: Group) -> Shaped[Tensor, "*S"]:
         """Return the full weight; a collective of the processes that train its shards."""
@@ -100,13 +96,15 @@ class WeightSources:
         self._buffers: dict[str, Tensor] = {}
         if stages.size > 1:
             self.by_name = dict(_merge_stages(self.by_name, replica, stages))
-            for buffers in stages.gather_objects(_saved_buffers(trained)):
+            saved = trained.state_dict()  # buffers that files contain; most models have none
+            local = {name: b.cpu() for name, b in trained.named_buffers() if name in saved}
+            for buffers in stages.gather_objects(local):
                 self._buffers |= buffers
 
     def buffer(self, module: str, leaf: str) -> Tensor | None:
         """Return the trained buffer; None if neither this stage nor the model's files have it."""
         try:
-            return _plain_module(self._trained, module).get_buffer(leaf)
+            return self._trained.get_submodule(module).get_buffer(leaf)
         except AttributeError:
             saved = self._buffers.get(f"{module}.{leaf}")
             return None if saved is None else saved.to(next(self._trained.parameters()).device)
@@ -115,15 +113,15 @@ class WeightSources:
         """Yield the sources of the weights that this process trains."""
         for name, _, leaf, _ in iter_parameters(replica):
             try:
-                owner = name.rpartition(".")[0]
-                parameter, layer, adapter = _find_trained(self._trained, owner, leaf)
+                module = self._trained.get_submodule(name.rpartition(".")[0])
+                layer = module if isinstance(module, QuantizedLinear) and leaf == "weight" else None
+                parameter = module.get_parameter(leaf if layer is None else CODES)
             except AttributeError:  # it is on another pipeline stage
                 continue
             shape = full_shape(parameter) if layer is None else layer.shape
             dtype = parameter.dtype if layer is None else layer.dtype
-            key = id(parameter), id(adapter)
             part = get_shard(parameter)
-            yield name, WeightSource(key, shape, dtype, parameter, layer, adapter, part)
+            yield name, WeightSource(id(parameter), shape, dtype, parameter, layer, part)
 
 
 def _merge_stages(
@@ -144,28 +142,21 @@ def _merge_stages(
             yield name, source
 
 
-def _saved_buffers(trained: PreTrainedModel) -> dict[str, Tensor]:
-    """Return the buffers that a model's files contain, on the host; most models have none."""
-    buffers = {name.replace(".base_layer.", "."): b for name, b in trained.named_buffers()}
-    saved = {name.replace(".base_layer.", ".") for name in trained.state_dict()}
-    return {name: buffer.cpu() for name, buffer in buffers.items() if name in saved}
+def _build_like(trained: nn.Module, *, tp_size: int) -> PreTrainedModel:
+    """Build a model of the trained one's class, with its adapters, on the meta device.
 
-
-def _plain_module(plain: PreTrainedModel, name: str) -> nn.Module:
-    """Return a module without its adapter."""
-    module = plain.get_submodule(name)
-    return cast("nn.Module", module.base_layer) if isinstance(module, LoraLayer) else module
-
-
-def _find_trained(
-    plain: PreTrainedModel, owner: str, leaf: str
-) -> tuple[nn.Parameter, QuantizedLinear | None, LoraLayer | None]:
-    """Return the trained weight, its layer if it is quantized, and its adapter."""
-    module, layer = plain.get_submodule(owner), _plain_module(plain, owner)
-    adapter = module if isinstance(module, LoraLayer) and leaf == "weight" else None
-    if isinstance(layer, QuantizedLinear) and leaf == "weight":
-        return layer.get_parameter("codes"), layer, adapter
-    return layer.get_parameter(leaf), None, adapter
+    Layers are quantized like those of the trained model, unless processes share them.
+    """
+    plain = base_model(trained)
+    config, model_class = copy.deepcopy(plain.config), type(plain)
+    model = build_on_meta(lambda: model_class._from_config(config, dtype=plain.dtype))  # noqa: SLF001
+    if isinstance(trained, PeftModel):
+        with torch.device("meta"), suppress_peft_warnings():
+            get_peft_model(model, copy.deepcopy(trained.peft_config["default"]))
+    layer = next((layer for layer in plain.modules() if isinstance(layer, QuantizedLinear)), None)
+    if layer is not None and tp_size == 1:
+        quantize_layers(model, layer.scheme)
+    return model.eval().requires_grad_(False)
 
 
 @dataclass
@@ -174,9 +165,6 @@ class ReplicaWeight:
 
     index: int
     """Index of the weight, the same on all processes."""
-
-    name: str
-    """Name of the weight; for a tied weight, its first name."""
 
     source: WeightSource
 
@@ -201,10 +189,7 @@ class ReplicaWeight:
     @property
     def value(self) -> Tensor:
         """This process's shard, in the memory that generation uses."""
-        if not self.is_copied:
-            return self.source.detached
-        assert self.memory is not None
-        return self.memory
+        return self.source.detached if self.memory is None else self.memory
 
     def set_parameters(self, weight: Tensor) -> None:
         """Set the modules' parameters to `weight`."""
@@ -242,16 +227,13 @@ class Replica:
     ) -> None:
         plain = base_model(trained)
         self.tp_group, self._trained_by, self._stages = tp_group, trained_by, stages
-        config = copy.deepcopy(plain.config)
-        self.model = build_on_meta(
-            lambda: type(plain)._from_config(config, dtype=plain.dtype)  # noqa: SLF001
-        )
-        self.model.eval().requires_grad_(False)
+        self.model = _build_like(trained, tp_size=tp_group.size)
         sharding = Sharding(self.model, tp_group)
         self._sources = WeightSources(plain, self.model, stages)
         self.device = next(plain.parameters()).device
         self.loaded = False
         """Whether the weights for generation are loaded."""
+        self._specs: dict[str, ShardSpec | None] = {}
         self.weights = list(self._create_weights(sharding, shares=shares))
         sharding.apply()
         if any(stages.gather_objects(hasattr(plain.get_output_embeddings(), FP32_LOGITS))):
@@ -273,11 +255,11 @@ class Replica:
             spec = sharding.spec(name.rpartition(".")[0], leaf, source.full_shape)
             key = source.key, spec
             if key not in weights:
-                is_plain = source.layer is None and source.adapter is None
-                is_copied = not (shares and is_plain and source.is_local_shard(spec))
-                weights[key] = ReplicaWeight(len(weights), name, source, spec, is_copied)
+                is_shared = shares and source.layer is None and source.is_local_shard(spec)
+                weights[key] = ReplicaWeight(len(weights), source, spec, not is_shared)
                 yield weights[key]
             weights[key].locations.append((module, leaf))
+            self._specs[name] = spec
 
     @property
     def shares(self) -> bool:
@@ -310,12 +292,11 @@ class Replica:
             if sends and weights:
                 self._stages.gather_objects([weight.index for weight in weights])
             for weight in weights:
-                if not weight.is_copied and not sends:
-                    continue
                 if weight.source.is_local_shard(weight.spec) and not sends:
-                    weight.value.copy_(weight.source.value())
+                    if weight.is_copied:
+                        weight.value.copy_(weight.source.value())
                     continue
-                full = weight.source.full_value(self._trained_by).to(weight.source.dtype)
+                full = weight.source.full_value(self._trained_by)
                 if weight.is_copied:
                     weight.value.copy_(weight.shard(full))
                 if sends:
@@ -351,32 +332,39 @@ class Replica:
             weight.set_parameters(value.expand(weight.shape))
 
     def weights_hash(self) -> int:
-        """Hash the weights used in generation, with merged adapters; independent of the sharding.
+        """Hash the merged weights, independently of their sharding; a collective of `tp_group`."""
+        merged = iter_merged(self.model)
+        sums = {name: self._sum_bits(value, self._specs[key]) for key, name, value in merged}
+        return combine_sums([*sums], all_reduce_(torch.stack([*sums.values()]), self.tp_group))
 
-        A collective of `tp_group`.
-        """
-        sums = torch.stack([self._sum_bits(w, getattr(*w.locations[0])) for w in self.weights])
-        return combine_sums([w.name for w in self.weights], all_reduce_(sums, self.tp_group))
-
-    def _sum_bits(self, weight: ReplicaWeight, shard: Tensor) -> Int64[Tensor, ""]:
+    def _sum_bits(self, shard: Tensor, spec: ShardSpec | None) -> Int64[Tensor, ""]:
         """Sum the bits of this process's shard, except elements that a lower rank also has."""
-        if weight.spec is not None:
-            parts = weight.spec.first_copies(shard)
+        if spec is not None:
+            parts = spec.first_copies(shard)
         else:
             parts = [(shard, 0)] if self.tp_group.rank == 0 else []
         zero = torch.zeros((), dtype=torch.int64, device=shard.device)
         return sum((sum_bits(part, first=first) for part, first in parts), start=zero)
 
 
+def iter_merged(model: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
+    """Yield (name, name in an export, merged weight); a tied weight has its first name."""
+    names: dict[tuple[nn.Parameter, bool], str] = {}
+    for name, _, _, param in iter_parameters(model):  # an adapter unties its layer
+        names.setdefault((param, ".base_layer." in name), name)
+    weights = ((name, param.detach()) for (param, _), name in names.items())
+    return merged_weights(model, weights)
+
+
 def weights_hash(model: nn.Module) -> int:
-    """Hash a model's parameters; a tied parameter counts once, under its first name.
+    """Hash the merged weights of a model.
 
     The bits of each weight are read as 64-bit words, row by row, and added modulo 2^64, so the sum
     doesn't depend on the weight's sharding or the summation order. The sums are then mixed with the
     weights' names. This is as fast as reading the memory, but not a cryptographic hash.
     """
-    named = dict(model.named_parameters())
-    return combine_sums(list(named), torch.stack([sum_bits(param) for param in named.values()]))
+    sums = {name: sum_bits(weight) for _, name, weight in iter_merged(model)}
+    return combine_sums([*sums], torch.stack([*sums.values()]))
 
 
 def sum_bits(weight: Shaped[Tensor, "*S"], *, first: int = 0) -> Int64[Tensor, ""]:

@@ -18,7 +18,7 @@ from inference.engine.cache import DecodeAttention
 from pipeline.kernels.choice import kernel_mode
 from pipeline.kernels.decode_attention import prepare as prepare_attention
 from pipeline.kernels.elementwise import prepare_norm, prepare_rotation, prepare_silu_product
-from pipeline.kernels.linear import Linear, linear, prepare
+from pipeline.kernels.linear import Linear, LinearKernelMode, linear, prepare
 from pipeline.models.forward.attention import Layout
 
 Pass = Callable[[Int[Tensor, "3 N"], Layout], Float[Tensor, "N V"]]
@@ -344,6 +344,7 @@ def select_needed(calls: Sequence[Call], result: Tensor) -> list[Call]:
 NORM = (("pow", 0, 2), ("mean", 1, (-1,), True), ("add", 2, float), ("rsqrt", 3), ("mul", 0, 4))
 NORMS = ((*NORM, ("mul", 6, 5)), (*NORM, ("mul", 5, 6)))
 ROTATIONS = ((("mul", 0, 1), ("neg", 3), ("cat", (4, 5), -1), ("mul", 6, 7), ("add", 2, 8)),)
+ADAPTERS = ((("linear", 0, 1), ("mul", 2, float), ("add", 4, 3)),)
 """Names and arguments of calls; tensors are numbered in the order of their first use."""
 
 
@@ -358,13 +359,15 @@ def fuse(calls: Sequence[Call], result: Tensor) -> list[Call]:
     reads[storage_key(result)] += 1
     names, fused = [call.name for call in calls], [*calls]
     for index in range(len(calls) - 1, -1, -1):
-        for pattern, fuse_group in ((NORMS[0], fuse_norm), (ROTATIONS[0], fuse_rotation)):
-            end = index + len(pattern)
-            if names[index:end] != [name for name, *_ in pattern]:
+        for patterns, fuse_group in FUSIONS:
+            end = index + len(patterns[0])
+            if names[index:end] != [name for name, *_ in patterns[0]]:
                 continue
-            group = calls[index:end]
+            pattern, tensors = to_pattern(group := calls[index:end])
             inner = [storage_key(tensor) for call in group[:-1] for tensor in call.outputs]
-            if all(reads[key] == 1 for key in inner) and (repeat := fuse_group(group)):
+            if pattern not in patterns or any(reads[key] != 1 for key in inner):
+                continue
+            if repeat := fuse_group(group, tensors):
                 inputs = [t for call in group for t in call.inputs() if storage_key(t) not in inner]
                 fused[index:end] = [Call(None, inputs, {}, group[-1].outputs, repeat)]
         if names[index] == "silu" and reads[storage_key(calls[index].outputs[0])] == 1:
@@ -387,19 +390,15 @@ def fuse_gate(calls: list[Call], index: int) -> None:
             del calls[index]
 
 
-def fuse_norm(group: Sequence[Call]) -> Replay | None:
+def fuse_norm(group: Sequence[Call], tensors: Sequence[Tensor]) -> Replay | None:
     """Fuse x * rsqrt(mean(x^2) + epsilon) * weight into a kernel; return None if unsupported."""
-    pattern, tensors = to_pattern(group)
-    if pattern not in NORMS or tensors[6].shape != tensors[0].shape[-1:]:
+    if tensors[6].shape != tensors[0].shape[-1:]:
         return None
     return prepare_norm(tensors[0], tensors[6], tensors[7], group[2].args[1])
 
 
-def fuse_rotation(group: Sequence[Call]) -> Replay | None:
+def fuse_rotation(_group: Sequence[Call], tensors: Sequence[Tensor]) -> Replay | None:
     """Fuse x * cos + cat(-x2, x1) * sin, with halves x1 and x2; return None if unsupported."""
-    pattern, tensors = to_pattern(group)
-    if pattern not in ROTATIONS:
-        return None
     x, cos, sin, out = (tensors[number] for number in (0, 1, 7, 9))
     halves = [tensor_key(half) for half in x.chunk(2, -1)]
     if halves != [tensor_key(tensors[5]), tensor_key(tensors[3])] or x.ndim != 4 or len(x) != 1:
@@ -407,6 +406,18 @@ def fuse_rotation(group: Sequence[Call]) -> Replay | None:
     if not cos.shape == sin.shape == (1, 1, *x.shape[2:]):
         return None
     return prepare_rotation(x, cos, sin, out)
+
+
+def fuse_adapter(group: Sequence[Call], tensors: Sequence[Tensor]) -> Replay | None:
+    """Fuse x + scale * (y B^T) into one operator; return None if the dtypes or shapes differ."""
+    x, y, out = (tensors[number].flatten(0, -2) for number in (4, 0, 5))
+    is_narrow = 2 * y.shape[1] <= x.shape[1]  # otherwise, the kernel for linear layers is faster
+    if not is_narrow or x.shape != out.shape or x.dtype != y.dtype:
+        return None
+    return partial(torch.addmm, x, y, tensors[1].mT, alpha=group[1].args[1], out=out)
+
+
+FUSIONS = ((NORMS, fuse_norm), (ROTATIONS, fuse_rotation), (ADAPTERS, fuse_adapter))
 
 
 def to_pattern(group: Sequence[Call]) -> tuple[tuple[object, ...], list[Tensor]]:
@@ -462,7 +473,8 @@ def make_replay(call: Call) -> Replay:
 
 
 def _copy_results(call: Call) -> None:
-    results = call.operator(*call.args, **call.kwargs)
+    with LinearKernelMode():  # for operators that contain linear layers
+        results = call.operator(*call.args, **call.kwargs)
     for output, result in zip(call.outputs, find_tensors((results,)), strict=True):
         output.copy_(result)
 

@@ -266,12 +266,14 @@ class _ModelMemory:
 
     def replica(self, generation: Generation) -> Iterator[Item]:
         """Yield a copy of the weights for generation, if one is needed."""
-        trained, shape = self.model.trained, self.model.shape
-        merges = trained is not None and (trained.lora is not None or trained.quantize != "none")
+        shape = self.model.shape
         is_sharded = self.weight_shards > 1 or self._location("params") != "device"
         reshards = self.pp > 1 or generation.tensor_parallel != self.tp
-        if is_sharded or merges or reshards:
-            yield Item("replica", shape.merged_bytes / generation.tensor_parallel)
+        if is_sharded or reshards:
+            num_bytes = shape.block_bytes + shape.root_bytes
+            if generation.tensor_parallel > 1:  # shards are dequantized
+                num_bytes = max(num_bytes, shape.merged_bytes) / generation.tensor_parallel
+            yield Item("replica", num_bytes)
 
     def rollouts(self, generation: Generation) -> Iterator[Item]:
         """Yield the memory of a process that only generates."""

@@ -15,6 +15,7 @@ from inference.replica import Replica
 from inference.tensor_parallel import Sharding, get_local_kv_heads
 from pipeline.config import LoraConfig
 from pipeline.models.adapters.lora import add_lora
+from pipeline.models.adapters.quantized import quantize_layers
 from pipeline.models.forward.packing import detect_batching
 from pipeline.models.parallel.stages import build_stage
 from pipeline.parallel.group import SELF_GROUP, Group
@@ -181,11 +182,12 @@ def test_each_rank_gets_the_responses_to_its_prompts() -> None:
 
 
 def make_trained(family: str, lora: LoraConfig | None, precision: str) -> nn.Module:
-    """Return a model of three blocks with random adapters."""
+    """Return a model of three blocks, with random adapters on an nf4 base if `lora` is set."""
     model = getattr(make_model(family, {"num_hidden_layers": 3}), precision)()
     trained = model if lora is None else add_lora(model, lora, task="causal", seed=1)
+    assert lora is None or quantize_layers(trained, "nf4") > 0
     noise = torch.Generator().manual_seed(1)
-    for param in trained.parameters():
+    for param in filter(torch.is_floating_point, trained.parameters()):
         param.data += 0.1 * torch.randn(param.shape, generator=noise).to(param)
     return trained
 
@@ -196,11 +198,11 @@ def run_replica(trained: nn.Module, *, shares: bool, stages: Group) -> list[Any]
     replica = Replica(trained, shares=shares, stages=stages)
     outputs: list[Any] = []
     for _ in range(2):
-        assert all(param.isnan().all() for param in replica.model.parameters())
+        assert all(p.isnan().all() for p in replica.model.parameters() if p.is_floating_point())
         replica.load(UnshardedWeights(trained))
         responses = generate_greedy(replica.model, PROMPTS[0])
         outputs.append((replica.model(input_ids=IDS).logits, responses, replica.weights_hash()))
-        for param in trained.parameters():
+        for param in filter(torch.is_floating_point, trained.parameters()):
             param.data *= 1.25
         replica.release()
     return outputs

@@ -1,6 +1,7 @@
 """The hash of the weights that generated a rollout."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -47,12 +48,12 @@ def test_hash_follows_updates_and_does_not_depend_on_sharding(
     assert len(set(first)) == 3
 
 
-@pytest.mark.parametrize("lora", [None, LORA], ids=["all weights", "LoRA"])
+@pytest.mark.parametrize("changes", [{}, {"lora": LORA}, {"lora": LORA, "quantize": "nf4"}])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_hash_equals_that_of_the_exported_model(
-    llama: str, precision: Precision, lora: LoraConfig | None, tmp_path: Path
+    llama: str, precision: Precision, changes: dict[str, Any], tmp_path: Path
 ) -> None:
-    actor = Actor(llama, lora=lora, precision=precision)
+    actor = Actor(llama, precision=precision, **changes)
     actor.train_after_sync()
     with actor.hybrid.generating():
         pass

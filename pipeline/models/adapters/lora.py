@@ -1,7 +1,7 @@
 """LoRA through peft: adapters on the linear layers; heads are trained in full."""
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Literal
 
@@ -10,11 +10,12 @@ from jaxtyping import Float
 from peft import LoraConfig as PeftLoraConfig
 from peft import PeftModel, TaskType, get_peft_model
 from peft.tuners.lora import LoraLayer
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from pipeline.config import LoraConfig
+from pipeline.models.adapters.quantized import CODES, SCALES, QuantizedLinear
 from pipeline.system.errors import ConfigError
 
 HEADS = ("score", "classifier", "pre_classifier", "pooler")
@@ -80,3 +81,25 @@ def merge_adapter(weight: Float[Tensor, "*S"], adapter: LoraLayer) -> Float[Tens
     """
     delta: Tensor = adapter.get_delta_weight("default")  # pyrefly: ignore[missing-attribute]
     return weight.float() + delta.float()
+
+
+def merged_weights(
+    plain: nn.Module, weights: Iterable[tuple[str, Tensor]]
+) -> Iterator[tuple[str, str, Tensor]]:
+    """Yield (name, name in the plain model, weight), dequantized and with its adapter merged.
+
+    Sums are in fp32 and rounded once. While `weights` yields one tensor of a layer, all tensors of
+    the layer must be in place; those of adapters are skipped.
+    """
+    for name, tensor in weights:
+        path, _, leaf = name.rpartition(".")
+        owner = path.removesuffix(".base_layer")
+        layer, wrapper = plain.get_submodule(path), plain.get_submodule(owner)
+        is_quantized = isinstance(layer, QuantizedLinear) and leaf in (CODES, SCALES)
+        if ".lora_" in name or (is_quantized and leaf == SCALES):
+            continue
+        leaf, dtype = ("weight", layer.dtype) if is_quantized else (leaf, tensor.dtype)
+        weight = layer.dequantize() if is_quantized else tensor
+        if isinstance(wrapper, LoraLayer) and leaf == "weight":
+            weight = merge_adapter(weight, wrapper)
+        yield name, f"{owner}.{leaf}".removeprefix("."), weight.to(dtype)

@@ -12,7 +12,7 @@ weight temporarily; the backward pass does so again.
 
 import functools
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal, cast
 
 import torch
@@ -89,17 +89,20 @@ def dequantize(packed: Packed, shape: torch.Size, scheme: Scheme, dtype: torch.d
         scales = scales / INT8_STEPS
     per_code = weights_per_code(scheme)
     flat = torch.empty(len(codes) * per_code, dtype=dtype, device=codes.device)
-    for start in range(0, len(flat), CHUNK):
-        stop = min(start + CHUNK, len(flat))
+    size = CHUNK * 16 if codes.is_cuda else CHUNK  # fewer launches, and fewer nodes of a graph
+    for start in range(0, len(flat), size):
+        stop = min(start + size, len(flat))
         chunk = codes[start // per_code : stop // per_code]
+        out = flat[start:stop].view(-1, BLOCK)
+        values = out if dtype == torch.float32 else torch.empty(out.shape, device=codes.device)
         if scheme == "nf4":
-            pairs = torch.index_select(_pairs(codes.device), 0, chunk.int())
-            values = pairs.view(torch.float32)
+            pairs = values.view(torch.int64).view(-1)
+            torch.index_select(_pairs(codes.device), 0, chunk.int(), out=pairs)
         else:
-            values = chunk.float()
-        by_block = values.view(-1, BLOCK)
-        by_block *= scales[start // BLOCK : stop // BLOCK, None]
-        flat[start:stop] = by_block.view(-1)
+            values.copy_(chunk.view_as(values))
+        values *= scales[start // BLOCK : stop // BLOCK, None]
+        if values is not out:
+            out.copy_(values)
     return flat[: shape.numel()].view(shape)
 
 
@@ -175,8 +178,9 @@ class _DequantizedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, layer: QuantizedLinear, bias: Tensor | None) -> Tensor:  # noqa: ANN401
         ctx.layer = layer
-        weight = layer.weight
-        return F.linear(x, weight.T if layer.transposed else weight, bias)
+        packed = layer.get_parameter(CODES), layer.get_parameter(SCALES)
+        shape, settings = list(layer.shape), (layer.scheme, layer.dtype, layer.transposed)
+        return quantized_linear(x, *packed, bias, shape, *settings)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None]:  # noqa: ANN401
@@ -184,6 +188,23 @@ class _DequantizedLinear(torch.autograd.Function):
             return None, None, None
         weight = ctx.layer.weight
         return grads[0] @ (weight.T if ctx.layer.transposed else weight), None, None
+
+
+@torch.library.custom_op("rlhf_pipeline::quantized_linear", mutates_args=())
+def quantized_linear(
+    x: Tensor,
+    codes: Tensor,
+    scales: Tensor,
+    bias: Tensor | None,
+    shape: list[int],
+    scheme: str,
+    dtype: torch.dtype,
+    transposed: bool,  # noqa: FBT001  # operators have positional arguments
+) -> Tensor:
+    """Compute x W^T + b as one operator: recorded decoding passes keep the results of each."""
+    packed = {CODES: codes, SCALES: scales}
+    weight = dequantize(packed, torch.Size(shape), cast("Scheme", scheme), dtype)
+    return F.linear(x, weight.T if transposed else weight, bias)
 
 
 LinearLayer = nn.Linear | Conv1D | QuantizedLinear
@@ -246,34 +267,6 @@ def num_weights(model: nn.Module) -> int:
     packed = {id(layer.get_parameter(name)) for layer in layers for name in (CODES, SCALES)}
     plain = sum(param.numel() for param in model.parameters() if id(param) not in packed)
     return plain + sum(layer.shape.numel() for layer in layers)
-
-
-def dequantized_weights(
-    model: nn.Module, weights: Iterable[tuple[str, Tensor]]
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield named weights, with quantized ones dequantized to fp32.
-
-    While `weights` yields one tensor of a layer, all tensors of the layer must be in place.
-    """
-    layers = quantized_layers(model)
-    for name, tensor in weights:
-        owner, _, leaf = name.rpartition(".")
-        if owner not in layers or leaf == "bias":
-            yield name, tensor
-        elif leaf == CODES:
-            yield f"{owner}.weight", layers[owner].dequantize()
-
-
-def rounded_weights(
-    model: nn.Module, weights: Iterable[tuple[str, Tensor]]
-) -> Iterator[tuple[str, Tensor]]:
-    """Round the results of `dequantized_weights`, after merging, to the layers' data types."""
-    dtypes = {
-        f"{name.removesuffix('.base_layer')}.weight": layer.dtype
-        for name, layer in quantized_layers(model).items()
-    }
-    for name, tensor in weights:
-        yield name, tensor.to(dtypes.get(name, tensor.dtype))
 
 
 def _quantizable_layers(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Linear | Conv1D]]:

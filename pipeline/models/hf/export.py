@@ -24,12 +24,8 @@ from transformers.utils import GENERATION_CONFIG_NAME
 from pipeline.engine.sharding.tensor_parallel import get_shard
 from pipeline.files.durable import replace_durably, sync, sync_tree
 from pipeline.files.safetensors_header import INDEX, SINGLE
-from pipeline.models.adapters.lora import merge_adapter, suppress_peft_warnings
-from pipeline.models.adapters.quantized import (
-    dequantized_weights,
-    quantized_layers,
-    rounded_weights,
-)
+from pipeline.models.adapters.lora import merged_weights, suppress_peft_warnings
+from pipeline.models.adapters.quantized import quantized_layers
 from pipeline.models.forward.forward import base_model
 from pipeline.models.hf.directory import is_sequence_classifier
 from pipeline.models.hf.padding import add_padding_row, with_padding_token
@@ -273,11 +269,7 @@ def _exported_weights(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the weights for the plain model's files; add adapter weights to `adapter`."""
     plain = base_model(model)
-    if isinstance(model, PeftModel):
-        weights = dequantized_weights(plain, weights)
-        weights = rounded_weights(plain, _merge_adapters(plain, weights, adapter, unsharder))
-    else:
-        weights = ((name, unsharder.unshard(name, tensor)) for name, tensor in weights)
+    weights = _plain_weights(plain, weights, adapter, unsharder)
     unsaved = _get_unsaved_names(plain)
     kept = ((name, tensor) for name, tensor in weights if name not in unsaved)
     if is_sequence_classifier([type(plain).__name__]):
@@ -377,33 +369,33 @@ def _move_staged_files(staging: Path, directory: Path) -> None:
     sync(directory)
 
 
-def _merge_adapters(
+def _plain_weights(
     plain: PreTrainedModel, weights: NamedTensors, adapter: dict[str, Tensor], unsharder: _Unsharder
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the plain model's weights, with adapters merged into copies, never into the base.
 
     The adapter's tensors are added to `adapter`, under their names in the peft model.
     """
-    layers = {
-        name: module for name, module in plain.named_modules() if isinstance(module, LoraLayer)
-    }
     embeddings = (plain.get_input_embeddings(), plain.get_output_embeddings())
-    for name, weight in weights:
-        owner, _, leaf = name.partition(".base_layer.")
-        layer = layers.get(owner)
-        is_adapter = ".lora_" in name or ".modules_to_save." in name
-        # peft saves adapted embedding and output layers in full.
-        if is_adapter or (layer is not None and layer in embeddings):
-            adapter[ADAPTER_PREFIX + name] = unsharder.unshard(name, weight).to("cpu", copy=True)
-        if ".lora_" in name or ".original_module." in name:
-            continue
-        if leaf == "weight" and layer is not None:
-            merged = merge_adapter(weight, layer).to(weight.dtype)
-            yield f"{owner}.weight", unsharder.unshard(name, merged)
-        elif leaf:
-            yield f"{owner}.{leaf}", unsharder.unshard(name, weight)
-        else:
-            yield name.replace(".modules_to_save.default.", "."), unsharder.unshard(name, weight)
+    adapted = {
+        f"{name}.base_layer"
+        for name, module in plain.named_modules()
+        if isinstance(module, LoraLayer) and module in embeddings
+    }
+
+    def iter_weights() -> Iterator[tuple[str, Tensor]]:
+        for name, weight in weights:
+            is_adapter = ".lora_" in name or ".modules_to_save." in name
+            # peft saves adapted embedding and output layers in full.
+            if is_adapter or name.rpartition(".")[0] in adapted:
+                full = unsharder.unshard(name, weight)
+                adapter[ADAPTER_PREFIX + name] = full.to("cpu", copy=True)
+            if ".original_module." not in name:
+                yield name, weight
+
+    for name, plain_name, weight in merged_weights(plain, iter_weights()):
+        exported = plain_name.replace(".modules_to_save.default.", ".")
+        yield exported, unsharder.unshard(name, weight)
 
 
 def _get_unsaved_names(plain: PreTrainedModel) -> set[str]:

@@ -191,14 +191,19 @@ class TensorShards:
     ) -> ShardSpec | None:
         """Return a process's shard of a weight of this full shape; None if it has the full weight.
 
+        `owner` may be a matrix of an adapter: B is sharded like the outputs, A like the inputs.
         `rank` is the process's rank in the group; the default is this process.
         """
+        owner, _, matrix = owner.partition(".lora_")
+        owner = owner.removesuffix(".base_layer")
         name = self.styles.get(owner)
         if name is None:
             return None
         rank = self.tp_group.rank if rank is None else rank
         style = STYLES[name]
-        transposed = is_transposed(unwrap_lora(self.model.get_submodule(owner)))
+        if matrix and matrix.startswith("B") != style.is_colwise:
+            return None
+        transposed = not matrix and is_transposed(unwrap_lora(self.model.get_submodule(owner)))
         if leaf == "weight":
             dim = int(style.is_colwise == transposed)
             return ShardSpec(dim, tuple(self._iter_shards(owner, name, shape[dim], rank)))

@@ -16,7 +16,6 @@ is sharded after padding it with zeros, which never reach a sharded layer.
 import functools
 import logging
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
@@ -380,34 +379,21 @@ def _shard_layer(shards: TensorShards, name: str, module: nn.Module) -> nn.Modul
     """
     layer = cast("LinearLayer", unwrap_lora(module))
     is_colwise = STYLES[shards.styles[name]].is_colwise
-    specs = _shard_parameter(layer, "weight", shards, name)
+    _shard_parameter(layer, "weight", shards, name)
     has_bias = layer.bias is not None
     if has_bias and is_colwise:
         _shard_parameter(layer, "bias", shards, name)
     elif has_bias:
         object.__setattr__(layer, "forward", functools.partial(_matmul, layer))
-    if isinstance(module, LoraLayer):
-        _shard_adapter(shards, module, specs, is_colwise=is_colwise)
+    if isinstance(module, LoraLayer):  # each process has a partial gradient of the other matrix
+        sharded, replicated = ("lora_B", "lora_A") if is_colwise else ("lora_A", "lora_B")
+        matrix = module.get_submodule(f"{sharded}.default")
+        _shard_parameter(cast("nn.Linear", matrix), "weight", shards, f"{name}.{sharded}.default")
+        mark_partial(module.get_parameter(f"{replicated}.default.weight"))
     return layer if has_bias and not is_colwise else None
 
 
-def _shard_adapter(
-    shards: TensorShards, module: LoraLayer, specs: tuple[ShardSpec, ...], *, is_colwise: bool
-) -> None:
-    """Keep this process's shard of an adapter, sharded like its layer by `specs`.
-
-    One matrix is replicated; each process has a partial gradient of it.
-    """
-    down, up = module.lora_A["default"], module.lora_B["default"]
-    sharded, replicated = (up, down) if is_colwise else (down, up)
-    adapter_specs = tuple(replace(spec, dim=0 if is_colwise else 1) for spec in specs)
-    _set_shard(sharded, "weight", adapter_specs, shards.tp_group)
-    mark_partial(cast("Tensor", replicated.weight))
-
-
-def _shard_parameter(
-    layer: LinearLayer, leaf: str, shards: TensorShards, name: str
-) -> tuple[ShardSpec, ...]:
+def _shard_parameter(layer: LinearLayer, leaf: str, shards: TensorShards, name: str) -> None:
     require(
         not isinstance(layer, QuantizedLinear),
         "parallel.tp can't shard quantized weights; set parallel.tp to 1, or quantize to none",
@@ -416,7 +402,6 @@ def _shard_parameter(
     candidates = [shards.spec(name, leaf, shape, rank=rank) for rank in range(shards.size)]
     specs = tuple(spec for spec in candidates if spec is not None)
     _set_shard(layer, leaf, specs, shards.tp_group)
-    return specs
 
 
 def _set_shard(layer: nn.Module, leaf: str, specs: tuple[ShardSpec, ...], group: Group) -> None:

@@ -17,7 +17,7 @@ from pipeline.budget.fit import (
 from pipeline.budget.machine import GIB, Machine, parse_machine
 from pipeline.budget.memory import Location, step_memory
 from pipeline.config import DataConfig, FrozenModelConfig, ParallelConfig, TrainedModelConfig
-from pipeline.config.model import OffloadConfig, ZeroConfig
+from pipeline.config.model import LoraConfig, OffloadConfig, ZeroConfig
 from step1_sft.config import SFTConfig
 from step3_ppo.config import PPOConfig
 
@@ -148,6 +148,20 @@ def test_planned_memory_of_opt_ppo_matches_the_measured_one() -> None:
     bytes_per_row = 2 * (50_272 + 2 * 2 * 2048 + 4 * 2048 + 4 * 2048)
     (generate,) = (phase for phase in memory.phases if phase.name == "generate")
     assert generate.bytes_by_kind("device")["graphs"] == 512 * bytes_per_row + 2**25
+
+
+@pytest.mark.parametrize("quantize", ["none", "nf4"])
+def test_generation_copies_adapters_and_base_only_at_stage_3(llama: str, quantize: Any) -> None:
+    actor = TrainedModelConfig(path=llama, lora=LoraConfig(rank=4), quantize=quantize)
+    config, generation = make_ppo_config(llama, llama), list[dict[str, int]]()
+    for stage in (0, 3):
+        config = replace(config, actor=replace(actor, zero_stage=stage))
+        phases = {phase.name: phase for phase in step_memory(config, machine=EIGHT).phases}
+        generation.append(dict(phases["generate"].bytes_by_kind("device")))
+    unsharded, sharded = generation
+
+    assert "replica" not in unsharded
+    assert unsharded["weights"] - sharded["weights"] == pytest.approx(sharded["replica"] * 7 / 8)
 
 
 FITS = {
