@@ -258,7 +258,7 @@ def _convert_zero(file: DeepSpeedFile) -> dict[str, Any]:
         "zero.offload.gradients": "cpu" if offloads_gradients else None,
         "zero.offload.params": devices["params"],
         "zero.offload.nvme_path": next(filter(None, paths), None),
-        "zero.reduce_dtype": dtypes.get(dtype, dtype),
+        "zero.reduce_dtype": dtypes.get(str(dtype), dtype),
     }
     return {name: value for name, value in settings.items() if value is not None}
 
@@ -295,7 +295,7 @@ def _convert_schedule(file: DeepSpeedFile) -> dict[str, Any]:
         return {}
     names = {schedule.lower(): schedule for schedule in DEEPSPEED_SCHEDULES}
     if str(name).lower() not in names:
-        hint = suggestion(name, names)
+        hint = suggestion(str(name), names)
         raise file.error("scheduler.type", f"is {name}, which is not supported; {hint}")
     name = names[str(name).lower()]
     params = file.params("scheduler.params")

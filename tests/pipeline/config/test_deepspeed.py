@@ -200,6 +200,8 @@ def test_schedules_use_deepspeed_defaults(
             {"train_batch_size": 10, "gradient_accumulation_steps": 4},
             "is 10, which is not a multiple of gradient_accumulation_steps (4) x 1 data-parallel",
         ),
+        ({"communication_data_type": [1]}, "model.zero.reduce_dtype in FILE must be one of"),
+        ({"scheduler": {"type": False}}, "scheduler.type in FILE is False, which is not supported"),
         ({"scheduler": {"type": "OneCycle"}}, "scheduler.type in FILE is OneCycle, which is not"),
         (
             {"scheduler": {"type": "WarmupLR", "params": {"power": 2}}},
