@@ -88,9 +88,9 @@ class Conversation:
                 pieces.append(piece)
                 write(piece)
 
-        def on_token(_: int, token_id: int) -> None:
-            if token_id not in self.chat_format.stop_ids:
-                emit(stream.add(token_id))
+        def show_token(_: int, token_ids: list[int]) -> None:
+            if token_ids[-1] not in self.chat_format.stop_ids:
+                emit(stream.add(token_ids[-1]))
 
         interrupted = False
         try:
@@ -104,7 +104,7 @@ class Conversation:
             sampler = make_sampler(sampling, self.chat_format.stop_ids)
             max_tokens = sampling.max_new_tokens
             completions = generate_each(
-                self.model, [token_ids], sampler, max_new_tokens=max_tokens, on_token=on_token
+                self.model, [token_ids], sampler, max_new_tokens=max_tokens, stop_when=show_token
             )
             list(completions)
             emit(stream.finish())

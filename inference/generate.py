@@ -2,8 +2,9 @@
 
 Reads a JSON object per line, `{"prompt": "..."}` or `{"messages": [...]}`, and writes one for each,
 in order, with the prompt, the line's other columns, and the responses: their texts (`answers`),
-`token_ids`, `logprobs` and stop reasons (`stop`). OUT appears once it is complete; until then its
-lines are in a partial file next to it, from which the same command continues.
+`token_ids`, `logprobs` and stop reasons (`stop`); with `--top-logprobs`, also the most likely
+tokens at each position (`top_token_ids`, `top_logprobs`). OUT appears once it is complete; until
+then its lines are in a partial file next to it, from which the same command continues.
 """
 
 import logging
@@ -34,6 +35,10 @@ class GenerateConfig(ModelOptions):
     samples: int = 1
     """Number of responses per prompt."""
 
+    top_logprobs: int = 0
+    """Number of most likely tokens to store with each response token, with their log-probabilities
+    at temperature 1, for distillation (docs/methods.md)."""
+
     raw: bool = False
     """Treat prompts as text to continue, without a chat template."""
 
@@ -54,6 +59,7 @@ class GenerateConfig(ModelOptions):
         require(self.prompts != Path(), "--prompts is missing: pass a prompt file")
         require(self.out != Path(), "--out is missing: pass the file to write")
         require(self.samples > 0, f"--samples must be positive, got {self.samples}")
+        require(self.top_logprobs >= 0, "--top-logprobs must be at least 0")
         require(self.batch_size > 0, f"--batch-size must be positive, got {self.batch_size}")
         require(
             self.cache_gib is None or self.cache_gib > 0,
@@ -91,6 +97,7 @@ def main(argv: Sequence[str]) -> None:
         config.sampling(config.seed),
         raw=config.raw,
         num_samples=config.samples,
+        num_top=config.top_logprobs,
         stop_strings=config.stop,
         cache_bytes=None if config.cache_gib is None else int(config.cache_gib * 2**30),
     )

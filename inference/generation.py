@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from inference.engine.batch import OpenBatch, supports_slots
 from inference.engine.cache import count_pages, page_bytes
 from inference.engine.replay import PassCounts
-from inference.engine.requests import Completion, OnToken, Request, Response, StopWhen, TokenEvent
+from inference.engine.requests import AfterToken, Completion, Request, Response, TokenEvent
 from inference.engine.sampling import Sampler
 from inference.tensor_parallel import get_sharing_group, get_tp_group
 from pipeline.kernels.decode_attention import PAGE
@@ -88,16 +88,15 @@ def generate_each(
     keys: Sequence[int] | None = None,
     batch_size: int = 64,
     cache_bytes: int | None = None,
-    on_token: OnToken | None = None,
-    stop_when: StopWhen | None = None,
+    num_top: int | None = None,
+    stop_when: AfterToken | None = None,
     passes: PassCounts | None = None,
 ) -> Iterator[Completion]:
     """Respond to the prompts like `generate`, yielding each response when it ends.
 
     At most `batch_size` sequences run at once, or fewer if their keys and values don't fit in
-    `cache_bytes` (by default, `free_bytes`). `on_token` is called with the prompt's index and each
-    new token; `stop_when` can end a response before a stop token or the length limit does. Both
-    require a model on one process. `passes` counts the model's passes.
+    `cache_bytes` (by default, `free_bytes`). `stop_when` is called after each token, and can end a
+    response; it requires a model on one process. `passes` counts passes; see `Request.num_top`.
 
     If the model is sharded over processes, all of them must call this with the same settings, each
     with its own prompts, and exhaust the iterator. Processes with the same prompts each respond to
@@ -116,8 +115,9 @@ def generate_each(
     # Consecutive prompts are often equal, so give each process a contiguous share.
     gathered, indices = gather_prompts(keyed[first : first + share], tp_group)
     requests = [
-        Request(prompt, sampler, key, min(max_new_tokens, remaining_context(plain, len(prompt))))
+        Request(prompt, sampler, key, min(max_new_tokens, room), num_top=num_top)
         for prompt, key in gathered
+        for room in [remaining_context(plain, len(prompt))]
     ]
     completions: Iterator[Completion] = iter(())
     if requests:
@@ -136,7 +136,7 @@ def generate_each(
             num_pages=min(num_pages, max_pages(requests, num_slots)),
             passes=passes,
         )
-        completions = run_batch(batch, requests, on_token, stop_when)
+        completions = run_batch(batch, requests, stop_when)
     return _gather_shares(_local_completions(completions, indices, tp_group), first, sharing_group)
 
 
@@ -202,10 +202,7 @@ class TokenMismatchError(RuntimeError):
 
 
 def run_batch(
-    batch: OpenBatch,
-    requests: Sequence[Request],
-    on_token: OnToken | None,
-    stop_when: StopWhen | None,
+    batch: OpenBatch, requests: Sequence[Request], stop_when: AfterToken | None
 ) -> Iterator[Completion]:
     """Submit all requests at once, and yield each response when it ends."""
     indices = {batch.submit(request): index for index, request in enumerate(requests)}
@@ -221,9 +218,7 @@ def run_batch(
                         del event  # a reference cycle would keep the cache alive
                 yield Completion(index, ticket.request.prompt, ticket.response)
                 continue
-            if on_token is not None:
-                on_token(index, event.id)
-            if stop_when is not None and not ticket.ended and stop_when(index, ticket.response.ids):
+            if stop_when is not None and stop_when(index, ticket.response.ids):
                 batch.cancel(ticket)
 
 

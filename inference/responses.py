@@ -12,7 +12,7 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from inference.engine.requests import Response, sample_key
-from inference.engine.sampling import make_sampler
+from inference.engine.sampling import TokenLogprobs, make_sampler
 from inference.generation import generate_each
 from inference.settings import Sampling
 from inference.text import continuation, plain_text
@@ -117,6 +117,7 @@ class TextResponse:
     text: str
     token_ids: list[int]
     logprobs: list[float]
+    top_logprobs: list[TokenLogprobs]
 
     stop: str
     """The reason why it ended: eos, length or stop_string."""
@@ -132,6 +133,7 @@ class Responder:
     _: KW_ONLY
     raw: bool = False
     num_samples: int = 1
+    num_top: int = 0
     stop_strings: Sequence[str] = ()
     cache_bytes: int | None = None
 
@@ -184,6 +186,7 @@ class Responder:
             ],
             batch_size=batch_size,
             cache_bytes=self.cache_bytes,
+            num_top=self.num_top or None,
             stop_when=self._has_stop_string if self.stop_strings else None,
         )
         ready: dict[int, TextResponse] = {}
@@ -210,21 +213,23 @@ class Responder:
             # Raw text continues the prompt, so its first word keeps its space.
             return continuation(self.tokenizer, list(prompt) if self.raw else [], token_ids)
 
-        text = decode(response.text_ids)
-        ends = [index for stop in self.stop_strings if (index := text.find(stop)) >= 0]
-        if not ends:
-            reason = "eos" if response.stopped else "length"
-            text = text if self.raw else text.strip()
-            return TextResponse(text, response.ids, response.logprobs, reason)
-        # The length of the shortest prefix whose text contains a stop string.
-        num_tokens = next(
-            count
-            for count in range(1, len(response.ids) + 1)
-            if any(stop in decode(response.ids[:count]) for stop in self.stop_strings)
+        text, num_tokens = decode(response.text_ids), len(response.ids)
+        reason = "eos" if response.stopped else "length"
+        if ends := [index for stop in self.stop_strings if (index := text.find(stop)) >= 0]:
+            text, reason = text[: min(ends)], "stop_string"
+            # The length of the shortest prefix whose text contains a stop string.
+            num_tokens = next(
+                count
+                for count in range(1, len(response.ids) + 1)
+                if any(stop in decode(response.ids[:count]) for stop in self.stop_strings)
+            )
+        return TextResponse(
+            text if self.raw else text.strip(),
+            response.ids[:num_tokens],
+            response.logprobs[:num_tokens],
+            response.top_logprobs[:num_tokens],
+            reason,
         )
-        text = text[: min(ends)] if self.raw else text[: min(ends)].strip()
-        ids, logprobs = response.ids[:num_tokens], response.logprobs[:num_tokens]
-        return TextResponse(text, ids, logprobs, "stop_string")
 
     def fingerprint(self, prompts: Sequence[Prompt], model_path: str) -> str:
         """Return eight hexadecimal digits that identify everything the responses depend on."""
@@ -234,7 +239,7 @@ class Responder:
         identity = {
             "model": [model_path, str(self.model.dtype), *mtimes],
             "sampling": dataclasses.asdict(self.sampling),
-            "rest": [self.raw, self.num_samples, self.stop_strings],
+            "rest": [self.raw, self.num_samples, self.num_top, self.stop_strings],
             "prompts": [[prompt.value, prompt.columns] for prompt in prompts],
         }
         return hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:8]
@@ -285,6 +290,10 @@ def format_line(prompt: Prompt, responses: Sequence[TextResponse]) -> bytes:
         "logprobs": [response.logprobs for response in responses],
         "stop": [response.stop for response in responses],
     }
+    top = [[token.top for token in response.top_logprobs] for response in responses]
+    if any(top):
+        row["top_token_ids"] = [[[id_ for id_, _ in t] for t in tokens] for tokens in top]
+        row["top_logprobs"] = [[[round(x, 6) for _, x in t] for t in tokens] for tokens in top]
     return json.dumps(row, ensure_ascii=False).encode() + b"\n"
 
 

@@ -245,6 +245,7 @@ class OpenBatch:
         response = ticket.response
         response.ids.append(ticket.newest_token)
         response.logprobs.append(logprob)
+        response.top_logprobs += [] if top_logprobs is None else [top_logprobs]
         response.stopped = ticket.newest_token in ticket.sampler.stop_ids
         yield TokenEvent(ticket, ticket.newest_token, logprob, top_logprobs)
         if response.stopped:

@@ -10,11 +10,9 @@ from jaxtyping import Int
 
 from inference.engine.sampling import Sampler, TokenLogprobs, with_zero_seed
 
-OnToken = Callable[[int, int], None]
-"""Called with a prompt's index and each token of its response."""
-
-StopWhen = Callable[[int, list[int]], bool]
-"""Returns whether a response ends here; called with its prompt's index and its tokens so far."""
+AfterToken = Callable[[int, list[int]], bool | None]
+"""Called after each token with its prompt's index and the response so far, which ends if it returns
+true."""
 
 Reason = Literal["stop", "length", "cancelled", "error"]
 """Why a response ended: a stop token, the maximum length, a cancellation, or an error."""
@@ -30,6 +28,9 @@ class Response:
     logprobs: list[float] = field(default_factory=list)
     """Log-probability of each token under the full policy at the sampling temperature (1 for greedy
     decoding), before truncation, penalties and forbidden tokens; in nats."""
+
+    top_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    """Log-probabilities at temperature 1 for each token, if the request has `num_top`."""
 
     stopped: bool = False
     """Whether a stop token, rather than the length limit or the caller, ended the response."""

@@ -178,7 +178,9 @@ class Sampler(Draw):
                 logits, responses, presence=self.presence_penalty, frequency=self.frequency_penalty
             )
         if self.logit_bias:
-            logits = add_bias(logits, self.logit_bias)
+            tokens, biases = zip(*self.logit_bias, strict=True)
+            values = logits.new_tensor(biases).expand(len(logits), -1)
+            logits = logits.index_add(1, torch.tensor(tokens, device=logits.device), values)
         if self.forbids_early_stop:
             counts = [positions] * len(logits) if isinstance(positions, int) else positions
             early = [row for row, count in enumerate(counts) if count < self.min_new_tokens]
@@ -322,15 +324,6 @@ def apply_count_penalties(
     ones = torch.ones(len(rows), dtype=logits.dtype, device=logits.device)
     counts.index_put_((indices[0], indices[1]), ones, accumulate=True)
     return logits - frequency * counts - presence * (counts > 0)
-
-
-def add_bias(
-    logits: Float[Tensor, "B V"], bias: Sequence[tuple[int, float]]
-) -> Float[Tensor, "B V"]:
-    """Add each bias to the logit of its token."""
-    tokens = torch.tensor([token for token, _ in bias], device=logits.device)
-    values = torch.tensor([value for _, value in bias], dtype=logits.dtype, device=logits.device)
-    return logits.index_add(1, tokens, values.expand(len(logits), -1))
 
 
 class TokenLogprobs(NamedTuple):

@@ -131,9 +131,7 @@ class Slot:
 class PrefixCache:
     """Finds the slot that stores the longest prefix of a prompt.
 
-    Args:
-        slots: slots of the cache.
-        allow_partial: whether any common prefix is reused; otherwise only equal prompts share one.
+    Without `allow_partial`, only equal prompts share a prefix.
     """
 
     def __init__(self, slots: Sequence[Slot], *, allow_partial: bool) -> None:
@@ -549,12 +547,7 @@ class Slots(Scheduler):
     def decode_ahead(
         self, tickets: Sequence[Ticket], logits: Float[Tensor, "B V"]
     ) -> AheadDecoder | None:
-        """Start decoding one pass ahead of the host; return None if that is not possible.
-
-        Args:
-            tickets: sequences of the last pass.
-            logits: logits of these sequences.
-        """
+        """Start decoding the last pass's sequences ahead of the host; return None if impossible."""
         rows = self._decode.replayed
         if rows is None or not self._is_single_process or not can_decode_ahead(tickets):
             return None

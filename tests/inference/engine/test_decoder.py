@@ -136,7 +136,7 @@ def test_next_pass_launches_before_tokens_are_read(
         generate_each(
             *(load("llama", tmp_path), PROMPTS[:1], greedy),
             max_new_tokens=12,
-            on_token=lambda _, __: counts.append(len(launched)),
+            stop_when=lambda _, __: counts.append(len(launched)),
         )
     )
 
