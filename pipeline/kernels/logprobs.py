@@ -18,6 +18,7 @@ W tokens per tile.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -144,18 +145,11 @@ def row_logprobs(
     entropy: bool = False,
     chunk_size: int | None = None,
 ) -> tuple[Float[Tensor, " K"], Float[Tensor, " K"] | None]:
-    """Compute the log-probability of each target under softmax(logits), and the entropy.
+    """Compute log-probabilities of targets under softmax(logits / temperature), and entropies.
 
-    Args:
-        logits: logits of any dtype, which must not change until the backward pass.
-        targets: token ids.
-        temperature: divides the logits.
-        entropy: whether to compute the entropy of each distribution, which is not differentiable.
-        chunk_size: maximum number of logits processed at once, but always at least two rows; by
-            default `ROW_CHUNK`.
-
-    Returns:
-        Log-probabilities and entropies (None without `entropy`) in nats, fp32.
+    The logits may have any dtype and must not change until the backward pass. The entropy, None
+    unless requested, is not differentiable. At most `chunk_size` logits (by default `ROW_CHUNK`),
+    but at least two rows, are processed at once. Results are in nats, fp32.
     """
     chunk_size = chunk_size or ROW_CHUNK.get(logits.device.type, ROW_CHUNK["cpu"])
     return RowLogprobs.apply(logits, targets, temperature, entropy, chunk_size)
@@ -329,34 +323,24 @@ class FusedGradLogprobs(torch.autograd.Function):
     ) -> Tensor:
         """Compute log-probabilities."""
         ctx.temperature, ctx.tile = temperature, tile
-        needs_grad = ctx.needs_input_grad
         logprobs = hidden.new_empty(len(targets), 1, dtype=torch.float32)
         max_logits, sum_exp = torch.empty_like(logprobs), torch.empty_like(logprobs)
-        low = hidden.to(weight.dtype)
-        grad_hidden = torch.empty_like(low) if needs_grad[0] else None
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_grad[1] else None
-        grad_bias = hidden.new_zeros(len(weight), dtype=torch.float32) if needs_grad[2] else None
-        for rows in _slices(len(targets), max(1, tile // len(weight))):
+
+        def compute_tile(rows: slice, logits: Tensor) -> Tensor:
             row_targets = targets[rows, None]
-            logits = _logits(hidden[rows], weight, bias, slice(None), temperature)
+            logits = logits if temperature == 1.0 else logits.div_(temperature)
             max_logits[rows] = logits.amax(dim=1, keepdim=True)
             grad = logits.sub_(max_logits[rows])
             target_logits = grad.gather(1, row_targets)
             sum_exp[rows] = grad.exp_().sum(dim=1, keepdim=True)
             logprobs[rows] = target_logits - sum_exp[rows].log()
             grad.mul_(-1 / (sum_exp[rows] * temperature))
-            grad.scatter_add_(1, row_targets, torch.full_like(target_logits, 1 / temperature))
-            grad = grad.to(weight.dtype)
-            if grad_hidden is not None:
-                torch.mm(grad, weight, out=grad_hidden[rows])
-            if grad_weight is not None:
-                _add_product(grad_weight, grad.t(), low[rows])
-            if grad_bias is not None:
-                grad_bias += grad.sum(dim=0, dtype=torch.float32)
-            del logits, grad
+            change = torch.full_like(target_logits, 1 / temperature)
+            return grad.scatter_add_(1, row_targets, change)
+
         ctx.save_for_backward(hidden, weight, bias, targets, max_logits, sum_exp)
         # save_for_backward takes only inputs and outputs.
-        ctx.precomputed = grad_hidden, grad_weight, grad_bias
+        ctx.precomputed = _fused_gradients((hidden, weight, bias), compute_tile, tile, ctx)
         return logprobs.squeeze(1)
 
     @staticmethod
@@ -386,6 +370,82 @@ class FusedGradLogprobs(torch.autograd.Function):
             for part in (grad_weight, grad_bias)
         )
         return grad_hidden, grad_weight, grad_bias, *[None] * 3
+
+
+def _fused_gradients(
+    inputs: tuple[Tensor, Tensor | None, Tensor | None],
+    compute_tile: Callable[[slice, Tensor], Tensor],
+    tile: int,
+    ctx: Any,  # noqa: ANN401
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Return the gradients of the inputs, of which `ctx` needs some: hidden states, weight, bias.
+
+    Without a weight, the hidden states are logits. `compute_tile` gets some targets and a copy of
+    their logits in fp32; it returns the gradients of the first logits of each target.
+    """
+    hidden, weight, bias = inputs
+    dtype = hidden.dtype if weight is None else weight.dtype
+    vocab, low = hidden.shape[1] if weight is None else len(weight), hidden.to(dtype)
+    grad_hidden = torch.zeros_like(low) if ctx.needs_input_grad[0] else None
+    grad_weight, grad_bias = (
+        torch.zeros_like(param, dtype=torch.float32) if param is not None and needed else None
+        for param, needed in zip(inputs[1:], ctx.needs_input_grad[1:3], strict=True)
+    )
+    for rows in _slices(len(hidden), max(1, tile // vocab)):
+        if weight is None:
+            logits = hidden[rows].to(torch.float32, copy=True)
+        else:
+            logits = _logits(hidden[rows], weight, bias, slice(None), 1.0)
+        grad = compute_tile(rows, logits).to(dtype)
+        tokens = slice(grad.shape[1])
+        if grad_hidden is not None:
+            if weight is None:
+                grad_hidden[rows, tokens] = grad
+            else:
+                torch.mm(grad, weight[tokens], out=grad_hidden[rows])
+        if grad_weight is not None:
+            _add_product(grad_weight[tokens], grad.t(), low[rows])
+        if grad_bias is not None:
+            grad_bias[tokens] += grad.sum(dim=0, dtype=torch.float32)
+        del logits, grad
+    return grad_hidden, grad_weight, grad_bias
+
+
+class TiledLoss(torch.autograd.Function):
+    """A loss summed over targets; its gradients are computed with it, in tiles of targets."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,  # noqa: ANN401
+        hidden: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        compute_tile: Callable[[slice, Tensor], tuple[Tensor, Tensor]],
+        tile: int | None = None,
+    ) -> Tensor:
+        """Return the sum of the losses; `compute_tile` returns those of some targets.
+
+        See `_fused_gradients`. `tile` is the maximum number of logits that `compute_tile` gets; by
+        default, it may use eight tensors of this size.
+        """
+        total = hidden.new_zeros((), dtype=torch.float32)
+
+        def add_losses(rows: slice, logits: Tensor) -> Tensor:
+            losses, grad = compute_tile(rows, logits)
+            total.add_(losses.sum())
+            return grad
+
+        tile = tile or TILE.get(hidden.device.type, TILE["cpu"]) // 2
+        ctx.gradients = _fused_gradients((hidden, weight, bias), add_losses, tile, ctx)
+        ctx.dtype = hidden.dtype if weight is None else weight.dtype
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401  # pyrefly: ignore[bad-override]
+        """Return the gradients."""
+        stored, ctx.gradients = ctx.gradients, None  # scaled in place, once
+        return *(None if x is None else x.mul_(grad).to(ctx.dtype) for x in stored), None, None
 
 
 def _is_uniform(grad: Float[Tensor, " K"]) -> bool:
