@@ -270,15 +270,8 @@ def parse_command(
     """Read the settings of a command line; `--help` prints and exits with code 0.
 
     A list may be given as one option with several values, or by repeating the option. The setting
-    `threads` is applied if the command has it.
-
-    Args:
-        config_class: a frozen dataclass.
-        argv: arguments after the program's name.
-        usage: the command with its most important options, in one or more lines; help lists these
-            options first.
-        about: one sentence that describes the command.
-        aliases: alternative names of settings.
+    `threads` is applied if the command has it. Help shows `usage`, the command with its most
+    important options, and lists these first; `aliases` are alternative names of settings.
 
     Raises:
         ConfigError: a setting is unknown or has a wrong value; the message names the option.

@@ -45,18 +45,10 @@ def compare_outputs(
     names: Sequence[str] = ("logits",),
     tolerance: float = TOLERANCE,
 ) -> list[str]:
-    """Compare outputs on padded batches.
+    """Compare outputs of a model and of its export, which `program` computes, on padded batches.
 
-    Args:
-        model: the exported model, whose directory has the tokenizer.
-        expected: outputs of the model.
-        actual: outputs of the export.
-        program: name of the program that computes `actual`.
-        names: names of the outputs.
-        tolerance: relative to the largest output of a batch, or to 1 if that is larger.
-
-    Returns:
-        Sentences that state what was verified.
+    `tolerance` is relative to the largest output of a batch, or to 1 if that is larger. Return
+    sentences that state what was verified.
 
     Raises:
         UnverifiedError: an output differs by more than the tolerance.

@@ -43,10 +43,7 @@ def use_gpu(device: torch.device) -> bool:
 def resolve(operator: str, kernel: T | str, kernels: Kernels | None = None) -> T | None:
     """Return `kernel`; if it is the reason why there is none, log it once and return None.
 
-    Args:
-        operator: name of the operator in messages.
-        kernel: the kernel, or the reason, as a clause.
-        kernels: the setting, by default that of generation.
+    The reason is a clause. `kernels` is the setting, by default that of generation.
 
     Raises:
         KernelError: kernels are required.

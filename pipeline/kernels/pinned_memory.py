@@ -27,10 +27,7 @@ class PinnedMemory:
 
     Freed pages are kept for the next tensor of their size: locking takes a fifth of a second per
     GB, and gradients are allocated in every step. A tensor may be freed once its copies are done.
-
-    Args:
-        register: locks pages, given their address, size and flags; returns 0 on success.
-        unregister: unlocks pages, given their address.
+    `register` locks pages, given address, size and flags, and returns 0 on success.
     """
 
     def __init__(

@@ -101,12 +101,7 @@ class StagedForwardPasses(ForwardPasses):
     """Forward passes of a pipeline stage, in step with the other stages.
 
     A weight tied between the first and last stage is trained on the first; the last stage has a
-    copy that is kept up to date.
-
-    Args:
-        engine: the stage's engine.
-        stage: the process's part of the model.
-        stages: the processes of the pipeline.
+    copy that is kept up to date. `stages` are the processes of the pipeline.
     """
 
     def __init__(self, engine: Engine | FrozenEngine, stage: PipelineStage, stages: Group) -> None:
@@ -432,12 +427,7 @@ def _move_to_device(model: nn.Module) -> None:
 
 
 class StagedScorer(Scorer):
-    """A scorer that runs a batch through all stages. A collective of the stages.
-
-    Args:
-        passes: the passes of the stages.
-        model: the Hugging Face model, of which this process has a stage.
-    """
+    """A scorer that runs a batch through all stages of a Hugging Face model. A collective."""
 
     def __init__(self, passes: StagedPasses, model: nn.Module) -> None:
         super().__init__(model)

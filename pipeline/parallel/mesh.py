@@ -200,10 +200,8 @@ def new_pipeline_group(
 ) -> StageGroup:
     """Create the group of this process's pipeline stages. A collective.
 
-    Args:
-        rows: ranks of each pipeline, in the order of stages.
-        timeout_seconds: time that a process may keep the others waiting.
-        has_tags: whether the backend supports tags; otherwise each `TransferKind` has a group.
+    `rows` has the ranks of each pipeline, in the order of stages. Without `has_tags` (tags that the
+    backend supports), each `TransferKind` has a group.
     """
     group = new_subgroup(rows, timeout_seconds=timeout_seconds)
     kinds = () if has_tags else TRANSFER_KINDS

@@ -92,12 +92,7 @@ def hard_exit(
 
     An NCCL collective spins on the GPU until all processes have entered it, or until it is
     aborted. A normal exit would wait for it when freeing GPU memory; here the operating system
-    frees it.
-
-    Args:
-        code: the exit code.
-        abort: aborts the collectives, in a separate thread.
-        seconds: seconds after which the process exits even if `abort` has not returned.
+    frees it. `abort`, in a separate thread, gets a number of `seconds` to abort the collectives.
     """
 
     def try_to_abort() -> None:

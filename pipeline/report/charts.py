@@ -127,12 +127,8 @@ def line_chart(
 ) -> Markup:
     """Draw curves as an SVG picture: raw values pale, their moving average strong.
 
-    Args:
-        curves: curves with at least one point each.
-        label: alternative text of the picture.
-        size: width and height.
-        logarithmic: whether the vertical scale is logarithmic if all values are positive.
-        marker: horizontal position of a vertical dashed line.
+    `label` is the alternative text, and `marker` the horizontal position of a vertical dashed line.
+    With `logarithmic`, the vertical scale is logarithmic if all values are positive.
     """
     width, height = size
     points = [point for curve in curves for point in curve.points]

@@ -182,10 +182,8 @@ def evaluation_interval(every: int | None, *, total_steps: int, cost: float) -> 
     It depends only on settings and rows, never on a clock: the choice of the best weights must not
     depend on the speed of the machine.
 
-    Args:
-        every: `eval_every`: a number of steps, 0 for the last step only, None for the default.
-        total_steps: number of steps of the run.
-        cost: cost of one evaluation, as a number of training steps.
+    `every` is `eval_every`: a number of steps, 0 for the last step only, None for the default.
+    `cost` is that of one evaluation, as a number of training steps.
     """
     if every == 0:
         return total_steps

@@ -60,11 +60,8 @@ def build_config(
 ) -> ConfigT:
     """Build an instance of the dataclass `config_class`, with types and ranges checked.
 
-    Args:
-        config_class: a frozen dataclass; its fields may be dataclasses.
-        layers: settings in order of increasing precedence.
-        overrides: dotted names and their values from the command line; these win.
-        section: the prefix of names in messages, such as "sft.".
+    The settings of `layers` are in order of increasing precedence; `overrides`, dotted names and
+    their values from the command line, win. Messages begin names with `section`, such as "sft.".
 
     Raises:
         ConfigError: a setting is unknown, of the wrong type, out of range or contradictory.

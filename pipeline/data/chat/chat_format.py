@@ -405,11 +405,8 @@ class ChatFormat:
     ) -> list[int]:
         """Return the token ids of a dialogue that the assistant will continue.
 
-        Args:
-            messages: the dialogue. It ends in a user turn, or in the beginning of an assistant
-                turn.
-            generation_prompt: whether to append the beginning of the assistant's turn.
-            origin: the row's origin, for error messages.
+        It ends in a user turn, to which `generation_prompt` appends the beginning of the
+        assistant's, or in the beginning of an assistant turn. Errors name `origin`.
 
         Raises:
             DataError: the dialogue is empty, or the template can't render it as requested.
@@ -494,11 +491,8 @@ class ChatFormat:
         """Return the token ids of the turns that follow an answer, with the next generation prompt.
 
         They are appended to the sampled ids, which are not encoded again, and cover the text
-        between turns and the observation, as the template renders them after any answer.
-
-        Args:
-            before: the dialogue up to and including the answer; its texts don't matter.
-            observation: turns of the user or the system.
+        between turns and the observation, as the template renders them after any answer. `before`
+        is the dialogue up to and including the answer; its texts don't matter.
 
         Raises:
             DataError: the template can't render such a dialogue, or omits one of its turns.

@@ -67,10 +67,7 @@ class TokenRow:
 class Windows:
     """Rows of `max_length` consecutive tokens of a file; the last may be shorter.
 
-    Args:
-        file: the token file.
-        max_length: tokens per row, including bos.
-        bos: token inserted before each document. If it would be the last of a row, it is omitted.
+    The token `bos` is inserted before each document, unless it would be the last of a row.
     """
 
     def __init__(self, file: TokenFile, max_length: int, bos: int | None) -> None:
@@ -124,12 +121,7 @@ class MixedStream:
 
     The next row is from the file that is furthest behind its share (Webster's method), so that any
     range of rows follows the mixture. Each file's rows are reshuffled whenever all have been used.
-
-    Args:
-        sizes: number of rows in each file.
-        weights: weight of each file in the mixture, relative to the others.
-        batch_size: rows per global batch.
-        seed: seed of the shuffles.
+    `sizes` and `weights` are the number of rows and the relative weight of each file.
     """
 
     def __init__(

@@ -92,10 +92,7 @@ class Origin:
 
 
 class TokenFile:
-    """Documents of one token file.
-
-    Args:
-        path: X.bin, X.idx or the prefix X.
+    """Documents of one token file, whose path is X.bin, X.idx or the prefix X.
 
     Raises:
         DataError: the file is missing, truncated, empty or in another format.

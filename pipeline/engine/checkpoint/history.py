@@ -46,10 +46,8 @@ def find_newest_valid(
 ) -> Checkpoint | None:
     """Return the first checkpoint that all processes find valid; None if there are no checkpoints.
 
-    Args:
-        root: directory of the checkpoints.
-        world: the processes, all of which must call this; each verifies some of the files.
-        list_paths: lists the directories to try; the first process's list is used.
+    A collective, in which each process verifies some of the files. `list_paths` lists the
+    directories to try; the first process's list is used.
 
     Raises:
         CheckpointError: there are checkpoints, but none is valid.

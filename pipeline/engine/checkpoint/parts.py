@@ -48,9 +48,7 @@ class HealthMonitor(Stateful, Protocol):
 class BestWeights:
     """A copy, in host memory, of this process's masters at the best evaluation so far.
 
-    Args:
-        engine: the engine that trains the model.
-        keep: if false, values are compared but no copies are made.
+    Without `keep`, values are compared but no copies are made.
     """
 
     def __init__(self, engine: Engine, *, keep: bool = True) -> None:

@@ -66,8 +66,7 @@ class CheckpointWriter:
     Args:
         root: directory of the checkpoints.
         job: a unique identifier of the job, the same on all processes.
-        rank: rank of this process.
-        world_size: number of processes.
+        rank, world_size: rank of this process, and number of processes.
         keep_last: number of checkpoints to keep, at least 2.
         timeout_seconds: how long the first process waits for the others' files.
         margin: minimum number of steps undone by a rollback; None keeps no rollback targets.
@@ -123,12 +122,8 @@ class CheckpointWriter:
         """Copy the fragments to host memory and start writing them.
 
         The file has the tensors' values at the time of the call; a pending save is completed first.
-
-        Args:
-            step: the step after which the state is saved.
-            fragments: this process's tensors.
-            document: the run's state, JSON-serializable; the first process's is stored.
-            base: the name passed to `save_base`.
+        The first process stores `document`, the run's state. `base` is the name that `save_base`
+        got.
         """
         self.wait()
         start = time.perf_counter()

@@ -19,10 +19,7 @@ class HostAdamW:
 
     While the host updates a chunk, one stream copies the next gradient to the host and another the
     previous weights to the GPU, each through one of two pinned buffers, which are allocated once.
-
-    Args:
-        device: device whose tensors are copied to host memory and back.
-        chunk: number of elements updated at once, a multiple of 16.
+    `chunk` is the number of elements updated at once, a multiple of 16.
     """
 
     def __init__(self, device: torch.device, chunk: int = CHUNK) -> None:

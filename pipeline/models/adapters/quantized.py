@@ -126,10 +126,7 @@ def _pairs(device: torch.device) -> Int64[Tensor, " 256"]:
 class QuantizedLinear(nn.Module):
     """A frozen `nn.Linear`, or GPT-2's `Conv1D`, that stores a quantized weight.
 
-    Args:
-        layer: provides the bias and the weight.
-        scheme: format of the codes.
-        device: device of the vectors; None keeps the weight's device.
+    `scheme` is the format of the codes; without a `device`, they stay on the weight's.
     """
 
     bias: nn.Parameter | None

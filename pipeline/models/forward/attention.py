@@ -262,11 +262,7 @@ class Padded:
 class Ragged:
     """Layout of sequences that are concatenated in one row.
 
-    Args:
-        lengths: number of tokens of each sequence.
-        device: device of the tokens.
-        kernels: whether to use `varlen_attn`.
-        continues: the earlier sequence that each one continues, as in `TokenBatch`.
+    `kernels` says whether to use `varlen_attn`; `continues` is as in `TokenBatch`.
     """
 
     def __init__(

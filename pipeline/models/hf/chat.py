@@ -99,10 +99,7 @@ def require_same_chat(
 def check_ready(path: str, examples: Iterable[Example] = (), *, reward_model: bool = False) -> None:
     """Reject a model whose files, tokenizer or chat template is clearly unusable.
 
-    Args:
-        path: a directory, or a Hub name, for which only the tokenizer is read.
-        examples: rows with prompts for the model.
-        reward_model: whether it must be a reward model.
+    Of a model on the Hub, only the tokenizer is read. `examples` have prompts for the model.
 
     Raises:
         ModelError: there is no such model, or a part of it is missing or damaged.

@@ -143,16 +143,9 @@ def load_classifier(
     """Load a sequence classifier in evaluation mode, without dropout; if frozen, quantize it.
 
     A head that the directory lacks, or has for a different number of labels, is drawn from N(0, 1 /
-    (d + 1)), where d is the hidden size (Stiennon et al. 2020, appendix B). `defer` is the same as
-    in `load_causal_lm`.
-
-    Args:
-        config: settings of the model.
-        device: device of its weights.
-        seed: seed of a new head.
-        defer: whether an engine moves the weights to the device.
-        num_labels: number of the head's outputs; None keeps that of a classifier, and uses 1 for a
-            language model.
+    (d + 1)), where d is the hidden size (Stiennon et al. 2020, appendix B). Without `num_labels`,
+    a classifier keeps its labels, and a language model gets one. `defer` is the same as in
+    `load_causal_lm`.
 
     Raises:
         ModelError: the model can't be used, or is frozen and has no score head.

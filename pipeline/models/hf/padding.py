@@ -59,10 +59,7 @@ def add_padding_row(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the weights, with zeros for a new padding token that the input embeddings lack.
 
-    Args:
-        tokenizer: the exported tokenizer.
-        model: the model of the weights, with or without adapters.
-        weights: full tensors by their names in the model without adapters.
+    The weights are full tensors, with their names in the model without adapters.
     """
     state = model.state_dict(keep_vars=True)
     # Later pipeline stages have no embedding table.

@@ -95,11 +95,8 @@ STYLES: Mapping[str, ShardStyle] = {
 class TensorShards:
     """The sharded layers of a model in a tensor-parallel group; empty for one process.
 
-    Args:
-        model: the model, on any device; nothing is changed before `set_local_sizes`.
-        tp_group: the tensor-parallel group.
-        setting: name of the user's setting, for error messages.
-        shards_head: whether the output layer may be sharded.
+    The model, on any device, is not changed before `set_local_sizes`. Error messages name the
+    user's `setting`; `shards_head` says whether the output layer may be sharded.
 
     Raises:
         ConfigError: the family has no plan, or its layers or heads can't be sharded this way.

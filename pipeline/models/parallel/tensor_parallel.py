@@ -65,11 +65,9 @@ ATTENTION_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
 
 
 class SequenceParallel:
-    """Runs the blocks of a model on this process's tokens, using hooks that split and gather them.
+    """Runs the blocks of a model, which are in one list, on this process's tokens.
 
-    Args:
-        plain: the model, whose blocks are in one list.
-        group: the tensor-parallel group.
+    Hooks split the tokens and gather them.
     """
 
     def __init__(self, plain: PreTrainedModel, group: Group) -> None:
@@ -178,13 +176,9 @@ def find_mismatch(
 ) -> str | None:
     """Return the reason why models of this family can't be trained sharded; None if they can.
 
-    A collective of the group, with the same result on all processes.
-
-    Args:
-        model: a full model of the family.
-        group: the tensor-parallel group.
-        shards_tables: whether the embedding and output layers are sharded.
-        sequence: whether hidden states are sharded too.
+    A collective of the group, with the same result on all processes. `model` is a full one;
+    `shards_tables` and `sequence` say whether embedding and output layer, and hidden states, are
+    sharded.
     """
     family, packed = Family.from_model(model, heads=2 * group.size), detect_batching(model).packed
     full, sharded = (family.copy(packed=packed).to(local_device()) for _ in range(2))  # pyrefly: ignore[bad-argument-type]
