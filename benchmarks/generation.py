@@ -3,6 +3,7 @@
     python -m benchmarks.generation [--precisions fp32 bf16] [--rounds 5] [--threads 2]
     python -m benchmarks.generation --tiny      # the same cases with very short responses
     python -m benchmarks.generation --model DIR --batches 1 16 --longest 64 --precisions fp32
+    python -m benchmarks.generation --model DIR --gguf FILE ...     # with llama-cpp-python
     python -m benchmarks.generation --opt [--tiny]      # on a GPU
 
 A Llama with 15M random parameters responds greedily to prompts of 64 tokens. In the first cases,
@@ -11,9 +12,9 @@ ended with a stop token. Both sides alternate within one run, after one warm-up 
 values are medians over rounds of response tokens per second. The last column counts responses with
 identical tokens (others diverge where two tokens are equally likely up to rounding); the one before
 it is the fraction of our decoding passes that were replayed. With `--model`, each prompt is 56
-tokens of this repository's documentation, and all responses have the same length. With `--opt`,
-OPT-1.3B with random weights responds in bf16 to 64 prompts of 256 tokens, with 256 tokens
-each.
+tokens of this repository's documentation, and all responses have the same length; with `--gguf`,
+four more columns compare with llama.cpp, which reads the model from a GGUF file. With `--opt`,
+OPT-1.3B with random weights responds in bf16 to 64 prompts of 256 tokens, with 256 tokens each.
 """
 
 import argparse
@@ -73,6 +74,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 HEADER = ("precision", "prompts", "responses", "transformers", "ours", "ratio", "spread")
 HEADER += ("replayed", "same")
+LLAMA_CPP_HEADER = ("llama.cpp", "ratio", "spread", "same")
 
 Responses = list[list[int]]
 
@@ -162,6 +164,7 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--clock", choices=CLOCKS, default="wall")
     parser.add_argument("--tiny", action="store_true", help="generate a few short responses")
     parser.add_argument("--model", type=Path, help="Hugging Face directory of the model to use")
+    parser.add_argument("--gguf", type=Path, help="the same model for llama.cpp, with --model")
     parser.add_argument("--batches", nargs="+", type=int, help="batch sizes, with --model")
     parser.add_argument(
         "--longest", type=int, default=64, help="maximum tokens per response, with --model"
@@ -177,7 +180,8 @@ def main(argv: Sequence[str]) -> None:
     print(
         f"threads: {args.threads}, {device.type}, {args.clock} time; load before: {os.getloadavg()}"
     )
-    print(f"| {' | '.join(HEADER)} |", "|---" * len(HEADER) + "|", sep="\n")
+    header = HEADER if args.gguf is None else HEADER + LLAMA_CPP_HEADER
+    print(f"| {' | '.join(header)} |", "|---" * len(header) + "|", sep="\n")
     with tempfile.TemporaryDirectory() as directory:
         if args.opt:
             save_models(Path(directory), tiny=args.tiny)
@@ -221,27 +225,22 @@ def measure_cases(
                 else text_prompts(args.model, count, args.prompt)
             )
             passes = PassCounts()
+            slots = request_sizes.num_mixed or count
             sides = [
+                partial(generate_with_engine, ours, prompts, lengths, passes, slots=slots),
                 partial(generate_with_transformers, peer, prompts, lengths),
-                partial(
-                    generate_with_engine,
-                    ours,
-                    prompts,
-                    lengths,
-                    passes,
-                    slots=request_sizes.num_mixed or count,
-                ),
             ]
-            (peer_seconds, our_seconds), (expected, actual) = compare(
+            if args.gguf is not None:
+                sides.append(llama_cpp_side(args, prompts))
+            seconds, (actual, *expected) = compare(
                 sides, rounds=args.rounds, clock=CLOCKS[args.clock]
             )
             yield {
                 "precision": precision,
                 "lengths": lengths,
-                "transformers": peer_seconds,
-                "ours": our_seconds,
+                "seconds": seconds,
                 "replayed": passes.replayed / (passes.replayed + passes.eager),
-                "same": sum(a == b for a, b in zip(expected, actual, strict=True)),
+                "same": [sum(a == b for a, b in zip(actual, e, strict=True)) for e in expected],
             }
 
 
@@ -253,20 +252,29 @@ def text_prompts(directory: Path, count: int, length: int) -> Responses:
     return [passage.tolist() for passage in passages[:count]]
 
 
+def llama_cpp_side(args: argparse.Namespace, prompts: Responses) -> Callable[[], Responses]:
+    """Load the GGUF file, and return the function that generates with it."""
+    from benchmarks.llama_cpp import LlamaCpp
+
+    context = args.prompt + args.longest
+    peer = LlamaCpp(args.gguf, num_rows=len(prompts), context=context, threads=args.threads)
+    return partial(peer.generate, prompts, args.longest)
+
+
 def format_line(row: Mapping[str, Any]) -> list[str]:
     """Return the table cells of a case."""
-    lengths, theirs, ours = row["lengths"], row["transformers"], row["ours"]
-    ratios = [a / b for a, b in zip(theirs, ours, strict=True)]
-    return [
-        row["precision"],
-        str(len(lengths)),
-        f"{min(lengths)} to {max(lengths)}",
-        *(f"{sum(lengths) / statistics.median(side):,.0f} tokens/s" for side in (theirs, ours)),
-        f"{statistics.median(ratios):.2f}",
-        f"{min(ratios):.2f} to {max(ratios):.2f}",
-        f"{100 * row['replayed']:.0f} %",
-        f"{row['same']} of {len(lengths)}",
-    ]
+    lengths, (ours, *peers) = row["lengths"], row["seconds"]
+    our_speed, *speeds = (
+        f"{sum(lengths) / statistics.median(side):,.0f} tokens/s" for side in (ours, *peers)
+    )
+    ratios = [[a / b for a, b in zip(peer, ours, strict=True)] for peer in peers]
+    medians = [f"{statistics.median(values):.2f}" for values in ratios]
+    spreads = [f"{min(values):.2f} to {max(values):.2f}" for values in ratios]
+    same = [f"{count} of {len(lengths)}" for count in row["same"]]
+    replayed = f"{100 * row['replayed']:.0f} %"
+    cells = [row["precision"], str(len(lengths)), f"{min(lengths)} to {max(lengths)}"]
+    cells += [speeds[0], our_speed, medians[0], spreads[0], replayed, same[0]]
+    return [*cells, *speeds[1:], *medians[1:], *spreads[1:], *same[1:]]
 
 
 if __name__ == "__main__":
