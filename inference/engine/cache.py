@@ -28,7 +28,7 @@ from pipeline.kernels.decode_attention import (
     find_kernel,
     gather_pages,
 )
-from pipeline.models.forward.attention import attend_causally
+from pipeline.models.forward.attention import attend_without_grad
 
 PADDING_INDEX = 0
 """Cache index for the padding of passes, on a page that no sequence uses."""
@@ -235,7 +235,7 @@ class ChunkedAttention:
             begin = rows.stop
             end = chunk.first + chunk.length
             used_pages = pages[None, : count_pages(end)]
-            attended[:, rows] = attend_causally(
+            attended[:, rows] = attend_without_grad(
                 query[:, :, rows],
                 gather_pages(key, used_pages)[:, :, :end],
                 gather_pages(value, used_pages)[:, :, :end],

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pipeline.models.forward import attention
-from pipeline.models.forward.attention import Ragged, unpad
+from pipeline.models.forward.attention import Ragged, attend_causally, attend_without_grad, unpad
 
 LENGTHS = (7, 1, 40, 3)
 
@@ -96,3 +96,14 @@ def test_gradients_of_unpad_match_those_of_indexing() -> None:
         return leaf.grad
 
     assert gradient(indexed=False).equal(gradient(indexed=True))
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 1e-2)])
+def test_attention_without_grad_equals_masked_one(dtype: torch.dtype, tolerance: float) -> None:
+    torch.manual_seed(0)
+    heads = [torch.randn(1, *shape, 16) for shape in ((6, 70), (2, 200), (2, 200))]
+    query, key, value = (states.to(dtype) for states in heads)
+    options: Any = {"scaling": 0.3, "sliding_window": None}
+    expected = attend_causally(query.double(), key.double(), value.double(), **options)
+    actual = attend_without_grad(query, key, value, **options)
+    torch.testing.assert_close(actual.double(), expected, rtol=0, atol=tolerance)
