@@ -12,7 +12,7 @@ namespace {
 
 // Size of a tile: its LANES sums stay in registers and are reduced by one horizontal sum.
 constexpr int OUTPUTS = LANES == 16 ? 4 : 2;
-constexpr int ROWS = 4;
+constexpr int ROWS = LANES == 16 ? 4 : 6;
 constexpr int MAX_UNPACKED_ROWS = 3;  // maximum number of rows that are not packed; their tiles have more outputs
 
 constexpr int64_t PACKED = 128;  // rows packed at once; with DEPTH inputs, they fit into the cache
@@ -42,6 +42,12 @@ struct Inputs {
 struct alignas(4 * LANES) Line {
     Vector numbers;
 };
+
+// Number of rows of a tile, so that the tiles of all rows are of similar size.
+int64_t tile_rows(int64_t rows) {
+    const int64_t tiles = (rows - 1) / ROWS + 1;
+    return (rows - 1) / tiles + 1;
+}
 
 // Copies vector k of row r to line k * rows + r, padded with zeros.
 void pack(const Stored* x, int64_t stride, int64_t inputs, int64_t rows, Line* to) {
@@ -131,11 +137,12 @@ void compute_rows(const LinearParams& params, const Inputs& from, int64_t output
 
 template <int N>
 void compute_outputs(const LinearParams& params, const Line* packed, Inputs from, int64_t output, int64_t end, int64_t row, int64_t rows) {
+    const int64_t tile = tile_rows(rows);
     const int64_t lines = (from.number * int64_t(sizeof(Stored)) + int64_t(sizeof(Line)) - 1) / int64_t(sizeof(Line));
     for (; output + N <= end; output += N)
-        for (int64_t r = 0; r < rows; r += ROWS) {
+        for (int64_t r = 0; r < rows; r += tile) {
             from.x = packed + r * lines;
-            compute_rows<N, ROWS>(params, from, output, row + r, std::min<int64_t>(ROWS, rows - r));
+            compute_rows<N, ROWS>(params, from, output, row + r, std::min(tile, rows - r));
         }
     if constexpr (N > 1)
         if (output < end) compute_outputs<1>(params, packed, from, output, end, row, rows);
@@ -150,8 +157,8 @@ void compute_packed(const LinearParams& params, int64_t output, int64_t end) {
         for (int64_t first = 0; first < params.inputs; first += depth) {
             const int64_t number = std::min(depth, params.inputs - first), rows = std::min(PACKED, params.rows - row);
             const auto* x = static_cast<const Stored*>(params.x) + row * params.inputs + first;
-            for (int64_t r = 0; r < rows; r += ROWS)
-                pack(x + r * params.inputs, params.inputs, number, std::min<int64_t>(ROWS, rows - r), packed.data() + r * ((number - 1) / unit + 1));
+            for (int64_t r = 0, tile = tile_rows(rows); r < rows; r += tile)
+                pack(x + r * params.inputs, params.inputs, number, std::min(tile, rows - r), packed.data() + r * ((number - 1) / unit + 1));
             compute_outputs<OUTPUTS>(params, packed.data(), Inputs{nullptr, first, number, true}, output, end, row, rows);
         }
 }
