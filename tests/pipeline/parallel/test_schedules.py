@@ -1,11 +1,17 @@
-"""1F1B schedules have PyTorch's order and take the theoretical time."""
+"""1F1B schedules match PyTorch's, and partitions of blocks match an exhaustive search."""
 
-from itertools import product
+from itertools import combinations, pairwise, product
 
 import pytest
 from torch.distributed.pipelining.schedules import Schedule1F1B, _ComputationType
 
-from pipeline.parallel.schedules import Instruction, bubble_fraction, make_schedule, max_in_flight
+from pipeline.parallel.schedules import (
+    Instruction,
+    balance_stages,
+    bubble_fraction,
+    make_schedule,
+    max_in_flight,
+)
 
 KINDS = {_ComputationType.FORWARD: "forward", _ComputationType.FULL_BACKWARD: "backward"}
 
@@ -105,3 +111,23 @@ def test_stages_never_wait_for_receipt_of_what_they_sent() -> None:
             for number, (_, received) in enumerate(sent):
                 later = [start for start, _ in sent[number + 1 :] if start < received]
                 assert len(later) < max_in_flight(stages)
+
+
+def search_all(costs: list[float], stages: int, last: float) -> list[int]:
+    """Return the first partition with the smallest costs of the slowest stages."""
+    candidates: list[tuple[list[float], list[int]]] = []
+    for ends in combinations(range(1, len(costs)), stages - 1):
+        sums = [sum(costs[a:b]) for a, b in pairwise([0, *ends, len(costs)])]
+        sums[-1] += last
+        counts = [b - a for a, b in pairwise([0, *ends, len(costs)])]
+        candidates.append((sorted(sums, reverse=True), counts))
+    return min(candidates)[1]
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3, 4])
+@pytest.mark.parametrize("last", [0, 3])
+@pytest.mark.parametrize("costs", [[1] * 7, [1, 2, 3, 4, 5, 6, 7], [9, 1, 1, 1, 1, 4, 2, 2]])
+def test_partition_minimizes_the_cost_of_the_slowest_stage(
+    costs: list[float], last: float, stages: int
+) -> None:
+    assert balance_stages(costs, stages, last=last) == search_all(costs, stages, last)
