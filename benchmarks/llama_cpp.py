@@ -32,7 +32,7 @@ class LlamaCpp:
 
     def generate(self, prompts: Sequence[Sequence[int]], length: int) -> list[list[int]]:
         """Return greedy responses of `length` tokens."""
-        lib.llama_memory_clear(lib.llama_get_memory(self._context), True)  # noqa: FBT003
+        lib.llama_memory_clear(lib.llama_get_memory(self._context), True)
         rows = [
             (token, position, row, position == len(prompt) - 1)
             for row, prompt in enumerate(prompts)

@@ -7,21 +7,19 @@ import torch
 from transformers import PreTrainedModel
 
 from inference.engine.requests import repeated_trigrams
-from inference.generation import generate
+from inference.generation import gather_prompts, generate
 from pipeline.config import FrozenModelConfig, Precision
 from pipeline.data.batches import collate
 from pipeline.data.examples import Encoded
 from pipeline.models.forward.forward import Policy
 from pipeline.models.hf.load import load_causal_lm
-from pipeline.parallel.mesh import current_mesh
-from tests.distributed import run_ranks
+from pipeline.parallel.mesh import current_mesh, split_mesh
+from tests.distributed import rank, run_ranks
 from tests.families import FAMILIES, UNPACKED, random_rows, save_to, tiny_causal_lm
 
 PROMPTS = [row.input_ids for row in random_rows((7, 3, 12, 5, 1, 6))]
 
-
 NEW_TOKENS = 8
-
 
 TORCH_NAMES = {"fp32": "float32", "bf16": "bfloat16"}
 
@@ -162,3 +160,21 @@ def test_two_processes_sample_the_same_as_one(tmp_path: Path) -> None:
 
 def test_repeated_trigrams_are_counted() -> None:
     assert repeated_trigrams([1, 2, 3, 1, 2, 4, 1, 2, 3]) == 1
+
+
+SHARED = ((5, 6), 10)
+"""A prompt of both processes with the same key."""
+
+
+def exchange() -> tuple[list[tuple[tuple[int, ...], int]], list[list[int]]]:
+    prompts = [((7 + rank(),), 11), SHARED, SHARED]
+    with split_mesh(replicas=1, tp=2, timeout_seconds=60.0) as mesh:
+        return gather_prompts(prompts, mesh.tensor.untracked)
+
+
+def test_shared_prompts_are_gathered_once_per_occurrence() -> None:
+    first, second = run_ranks(exchange)
+
+    prompts = [((7,), 11), SHARED, SHARED, ((8,), 11)]
+    assert first == (prompts, [[0], [1], [2], []])
+    assert second == (prompts, [[], [1], [2], [0]])

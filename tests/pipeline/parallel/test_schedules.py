@@ -117,10 +117,9 @@ def search_all(costs: list[float], stages: int, last: float) -> list[int]:
     """Return the first partition with the smallest costs of the slowest stages."""
     candidates: list[tuple[list[float], list[int]]] = []
     for ends in combinations(range(1, len(costs)), stages - 1):
-        sums = [sum(costs[a:b]) for a, b in pairwise([0, *ends, len(costs)])]
-        sums[-1] += last
-        counts = [b - a for a, b in pairwise([0, *ends, len(costs)])]
-        candidates.append((sorted(sums, reverse=True), counts))
+        parts = [costs[a:b] for a, b in pairwise([0, *ends, len(costs)])]
+        sums = [*map(sum, parts[:-1]), sum(parts[-1]) + last]
+        candidates.append((sorted(sums, reverse=True), [*map(len, parts)]))
     return min(candidates)[1]
 
 

@@ -76,10 +76,8 @@ def test_one_call_for_all_sequences_matches_separate_calls(
     torch.testing.assert_close(without_kernels, separate, rtol=1e-5, atol=1e-6)
 
 
-SOURCE = torch.tensor([2, 3, 4, 0, 1, 1])
+SOURCE, POSITIONS = torch.tensor([2, 3, 4, 0, 1, 1]), torch.tensor([3, 4, 0, 1, 2])
 """Sequences of 2 and 3 rows, the longer first; the last position is padding."""
-
-POSITIONS = torch.tensor([3, 4, 0, 1, 2])
 
 
 def test_gradients_of_unpad_match_those_of_indexing() -> None:
@@ -101,8 +99,8 @@ def test_gradients_of_unpad_match_those_of_indexing() -> None:
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 1e-2)])
 def test_attention_without_grad_equals_masked_one(dtype: torch.dtype, tolerance: float) -> None:
     torch.manual_seed(0)
-    heads = [torch.randn(1, *shape, 16) for shape in ((6, 70), (2, 200), (2, 200))]
-    query, key, value = (states.to(dtype) for states in heads)
+    shapes = ((6, 70), (2, 200), (2, 200))
+    query, key, value = (torch.randn(1, *shape, 16).to(dtype) for shape in shapes)
     options: Any = {"scaling": 0.3, "sliding_window": None}
     expected = attend_causally(query.double(), key.double(), value.double(), **options)
     actual = attend_without_grad(query, key, value, **options)
