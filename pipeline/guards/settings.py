@@ -95,15 +95,10 @@ def check_guards(
     saves: SaveInterval | None,
     unit: str = "iterations",
 ) -> None:
-    """Reject guards that can't work.
+    """Reject guards that can't work, except those of `defaults` whose signal is not measured.
 
-    Args:
-        guards: the run's guards.
-        defaults: guards that are ignored if their signal is not measured.
-        section: section of the step's settings, for the message.
-        missing: what each signal that this run does not measure requires.
-        saves: interval between checkpoints.
-        unit: name of the training steps, in the plural.
+    `missing` has the signals that this run does not measure, with what each of them requires;
+    `saves` is the interval between checkpoints, and `unit` the plural name of the training steps.
 
     Raises:
         ConfigError: a guard can't work; the message names the setting.

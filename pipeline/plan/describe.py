@@ -170,17 +170,12 @@ def describe_plan(plan: Plan, previews: Mapping[str, Preview] | None = None) -> 
         if plan.machine.world > 1:
             lines.append("Excludes communication between processes.")
     lines += ["", *chosen_settings(plan)] if plan.chosen else []
-    lines += ["", *_describe_commands(plan), "", describe_memory(plan)]
-    if plan.request.plan != "off":
-        lines += [f"\nThis would fail: {message}" for message in memory_errors(plan)]
-    return "\n".join(lines)
-
-
-def describe_memory(plan: Plan) -> str:
-    """Return the memory table of the steps."""
-    lines = ["Memory of each process, for the largest micro-batch"]
+    lines += ["", *_describe_commands(plan), ""]
+    lines.append("Memory of each process, for the largest micro-batch")
     for stage in plan.stages:
         lines += ["", stage.name, *memory_table(plan.memory(stage), plan.machine)]
+    if plan.request.plan != "off":
+        lines += [f"\nThis would fail: {message}" for message in memory_errors(plan)]
     return "\n".join(lines)
 
 
