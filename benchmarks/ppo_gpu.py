@@ -59,8 +59,9 @@ from pipeline.system.logs import Clock
 from pipeline.system.torch_process import use_expandable_segments
 from pipeline.watchdog.process import watch_processes
 from step3_ppo.config import PPOConfig
-from step3_ppo.experience import check_rollout_gap, compute_advantages, rollout_gap, score_responses
+from step3_ppo.experience import check_rollout_gap, compute_advantages, score_responses
 from step3_ppo.methods import METHODS
+from step3_ppo.metrics import rollout_statistics
 from step3_ppo.models import Models, load_models
 from step3_ppo.rewards import score_to_reward
 from step3_ppo.rollout import generate_responses
@@ -160,6 +161,7 @@ def iterate(models: Models, config: PPOConfig, *, step: int, vocabulary: int) ->
     prompts = random_ids.repeat_interleave(size, dim=0).tolist()
     synchronize()
     pop_peak_bytes()
+    models.hybrid_engine.seconds = 0.0
     clock, peaks = Clock(), Row()
 
     def end_phase(phase: str) -> None:
@@ -177,8 +179,8 @@ def iterate(models: Models, config: PPOConfig, *, step: int, vocabulary: int) ->
     end_phase("experience")
     updates = update_policy(models, rollout, config, step=step, forward=experience.forward)
     end_phase("training")
-    gap = (experience.sampled_logprobs - experience.logprobs)[experience.mask].abs().max().item()
-    check_rollout_gap(rollout_gap(experience), models, max_gap=gap)
+    statistics = rollout_statistics(rollout)
+    check_rollout_gap(statistics, models)
     metrics, seconds = updates.metrics(), sum(clock.seconds.values())
     return {
         "iteration": seconds,
@@ -188,7 +190,7 @@ def iterate(models: Models, config: PPOConfig, *, step: int, vocabulary: int) ->
         "generation_share": clock.seconds["generation"] / seconds,
         "tokens_per_second": sum(len(response.ids) for response in responses)
         / clock.seconds["generation"],
-        "gap": gap,
+        "gap": statistics["rollout_gap_max"],
         **{name: metrics[name] for name in ("ratio_error", "actor_grad_norm", "skipped")},
         "peaks": peaks,
     }
