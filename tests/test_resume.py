@@ -106,6 +106,11 @@ def read_metrics(out: Path) -> list[dict[str, Any]]:
     ]
 
 
+def read_metric(config: StepConfig, name: str) -> list[Any]:
+    """Return a metric's logged values."""
+    return [line[name] for line in read_metrics(config.output_dir) if name in line]
+
+
 def read_checkpoint(out: Path, step: int) -> dict[str, torch.Tensor]:
     """Return all tensors of a checkpoint."""
     checkpoint = Checkpoint.open(out / "checkpoints" / f"step_{step:08d}")

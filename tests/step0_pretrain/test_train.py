@@ -25,7 +25,7 @@ from step0_pretrain.train import train
 from tests.distributed import run_ranks
 from tests.families import tiny_causal_lm
 from tests.pipeline.data.store.corpus import write_rows
-from tests.test_resume import read_checkpoint, read_metrics
+from tests.test_resume import read_checkpoint, read_metric, read_metrics
 
 WORDS = ["sun", "moon", "rain", "wind", "bread", "water", "stone", "river", "cloud", "night"]
 
@@ -68,11 +68,6 @@ def make_config(inputs: Path, out: Path, **changes: Any) -> PretrainConfig:
 
 def read_result(config: PretrainConfig) -> dict[str, Any]:
     return json.loads((config.output_dir / "result.json").read_text())["eval"]
-
-
-def read_metric(config: PretrainConfig, name: str) -> list[float]:
-    lines = (config.output_dir / "metrics.jsonl").read_text().splitlines()
-    return [record[name] for line in lines if name in (record := json.loads(line))]
 
 
 @torch.no_grad()

@@ -7,8 +7,11 @@ from typing import Any
 
 from pipeline.config import DataConfig, OptimConfig, TrainedModelConfig
 from pipeline.demo.model import build_tokenizer
+from pipeline.parallel.mesh import current_mesh
 from step2_reward.config import RewardConfig
+from step2_reward.train import train
 from tests.families import tiny_causal_lm
+from tests.test_resume import read_metric
 
 POLITE, CURT, RUDE = "Sure! It is {}.", "It is {}.", "Go away. It is {}."
 
@@ -66,3 +69,11 @@ def make_config(directory: Path, data: Path, base: Path, **changes: Any) -> Rewa
         "micro_batch_size": 16,
     }
     return RewardConfig(**{**settings, **changes})
+
+
+def train_and_read(config: RewardConfig) -> list[float]:
+    """Train on one or more processes; return the metrics that do not depend on their number."""
+    train(config)
+    current_mesh().world.barrier()  # the first process writes the file that all read
+    names = ("loss", "accuracy", "eval_loss", "eval_mean_chosen", "eval_accuracy")
+    return [number for name in names for number in read_metric(config, name)]

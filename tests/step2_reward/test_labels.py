@@ -14,13 +14,19 @@ from inference.reward_model import load_scorer
 from pipeline.data.batches import collate
 from pipeline.data.chat.resolve_format import resolve_format
 from pipeline.data.examples import Encoded, Example, Message
-from pipeline.parallel.mesh import current_mesh
 from pipeline.system.errors import UserError
 from step2_reward.config import RewardConfig
 from step2_reward.labels import detect_kind, resolve_labels, select_rows
 from step2_reward.train import train
 from tests.distributed import run_ranks
-from tests.step2_reward.labeled import make_config, make_rows, save_base, write_jsonl
+from tests.step2_reward.labeled import (
+    make_config,
+    make_rows,
+    save_base,
+    train_and_read,
+    write_jsonl,
+)
+from tests.test_resume import read_metric
 
 KINDS = ("classes", "scalar", "steps")
 
@@ -28,15 +34,6 @@ KINDS = ("classes", "scalar", "steps")
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_base(tmp_path_factory.mktemp("base"))
-
-
-def read_figures(config: RewardConfig) -> dict[str, Any]:
-    return json.loads((config.output_dir / "result.json").read_text())["eval"]
-
-
-def read_metric(config: RewardConfig, name: str) -> list[float]:
-    lines = (config.output_dir / "metrics.jsonl").read_text().splitlines()
-    return [record[name] for line in lines if name in (record := json.loads(line))]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -51,7 +48,7 @@ def test_each_label_kind_trains_and_exports_a_classifier(
 
     train(config)
 
-    figures = read_figures(config)
+    figures = json.loads((config.output_dir / "result.json").read_text())["eval"]
     assert figures["labels"] == kind
     assert figures["accuracy_after"] >= 0.99
     losses = read_metric(config, "loss")
@@ -83,13 +80,6 @@ def test_class_score_is_the_expected_value_in_transformers(tmp_path: Path, base:
 
     assert score.item() == pytest.approx(expected.item(), abs=1e-5)
     assert score.item() > 3
-
-
-def train_and_read(config: RewardConfig) -> list[float]:
-    train(config)
-    current_mesh().world.barrier()  # the first process writes the file that both read
-    names = ("loss", "eval_loss", "eval_accuracy")
-    return [number for name in names for number in read_metric(config, name)]
 
 
 @pytest.mark.jobs

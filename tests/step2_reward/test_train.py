@@ -18,7 +18,6 @@ from pipeline.config import (
 from pipeline.demo.model import build_tokenizer
 from pipeline.models.forward.forward import Scorer
 from pipeline.models.hf.load import load_classifier
-from pipeline.parallel.mesh import current_mesh
 from step2_reward.config import RewardConfig
 from step2_reward.labels import Labels
 from step2_reward.objectives import PairObjective
@@ -26,6 +25,8 @@ from step2_reward.rows import Row, collate_rows
 from step2_reward.train import train
 from tests.distributed import run_ranks
 from tests.families import random_rows, tiny_causal_lm
+from tests.step2_reward.labeled import train_and_read
+from tests.test_resume import read_metric
 
 CPU = torch.device("cpu")
 
@@ -54,11 +55,6 @@ def small_task(directory: Path, **changes: Any) -> RewardConfig:
         "micro_batch_size": 8,
     }
     return RewardConfig(**{**settings, **changes})
-
-
-def read_metric(config: RewardConfig, name: str) -> list[float]:
-    lines = (config.output_dir / "metrics.jsonl").read_text().splitlines()
-    return [record[name] for line in lines if name in (record := json.loads(line))]
 
 
 @torch.no_grad()
@@ -92,13 +88,6 @@ def test_training_learns_the_better_response(tmp_path: Path, lora: LoraConfig | 
     losses = read_metric(config, "loss")
     assert losses[0] > 0.5
     assert losses[-1] < 0.2
-
-
-def train_and_read(config: RewardConfig) -> list[float]:
-    train(config)
-    current_mesh().world.barrier()  # the first process writes the file that both read
-    names = ("loss", "accuracy", "eval_mean_chosen", "eval_accuracy")
-    return [number for name in names for number in read_metric(config, name)]
 
 
 @pytest.mark.jobs

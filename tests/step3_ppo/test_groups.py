@@ -10,11 +10,9 @@ from step3_ppo.rewards import score_to_reward
 from step3_ppo.rollout import generate_responses
 from tests.step3_ppo.toy import PROMPTS, toy_config, toy_models
 
-GROUP = {"advantage": "grpo", "group_size": 4}
-
 
 def test_group_responses_differ_and_share_their_prompt(toy: Path) -> None:
-    config = toy_config(toy, **GROUP)
+    config = toy_config(toy, advantage="grpo", group_size=4)
     models = toy_models(config)
     prompts = [PROMPTS[0]] * 4 + [PROMPTS[1]] * 4
 

@@ -56,13 +56,6 @@ def test_k2_and_k3_is_have_the_kl_gradient_and_k3_the_reverse() -> None:
     assert not is_close(expected_gradient("k2", OLD_POLICY), KL_GRADIENT)
 
 
-def test_k1_as_a_loss_has_zero_expected_gradient() -> None:
-    """Settings reject it, since the mean of grad log pi over pi is 0."""
-    actual = gradient(lambda logprobs: (logprobs.detach().exp() * (logprobs - REFERENCE)).sum())
-
-    assert is_close(actual, torch.zeros_like(actual))
-
-
 def test_k1_in_the_reward_has_the_kl_gradient_of_full_responses() -> None:
     """Responses have two dependent tokens; the penalty is a reward to go."""
     generator = torch.Generator().manual_seed(0)

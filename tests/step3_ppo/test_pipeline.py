@@ -16,6 +16,7 @@ from step3_ppo.train import train
 from tests.distributed import run_ranks
 from tests.staged import hash_weights, remove_last_checkpoint, require_less_memory
 from tests.step3_ppo.toy import FEW, save_models, toy_config
+from tests.test_resume import read_metrics
 
 BOTH = ("actor", "critic")
 
@@ -84,13 +85,11 @@ def read_outcome(out: Path) -> dict[str, Any]:
     The rollout gap is excluded, since its last digit depends on the sequences that are generated
     together.
     """
-    excluded = ("seconds", "tokens_per_second", "memory", "time", "bubble", "rollout_gap")
-    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     return {
         "weights": hash_weights(out),
         "metrics": [
-            {name: value for name, value in line.items() if not name.startswith(excluded)}
-            for line in lines
+            {name: value for name, value in line.items() if not name.startswith("rollout_gap")}
+            for line in read_metrics(out)
         ],
         "eval": json.loads((out / "result.json").read_text())["eval"],
         "samples": (out / "samples.json").read_text(),

@@ -1,6 +1,5 @@
 """Step 3 with tensor parallelism matches one process."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from step3_ppo.methods import METHODS
 from step3_ppo.train import train
 from tests.distributed import run_ranks
 from tests.step3_ppo.toy import save_models, toy_config
+from tests.test_resume import read_metrics
 
 CASES: dict[str, dict[str, Any]] = {
     "joint generation": {"inference_tp_size": 2},
@@ -56,16 +56,8 @@ def run(config: PPOConfig) -> None:
 
 def read_figures(out: Path) -> list[dict[str, float]]:
     """Return the logged numbers, without times and hashes."""
-    excluded = ("seconds", "tokens_per_second", "memory", "weights_hash", "time")
-    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    return [
-        {
-            name: value
-            for name, value in line.items()
-            if isinstance(value, float | int) and not name.startswith(excluded)
-        }
-        for line in lines
-    ]
+    lines = [line | {"weights_hash": None} for line in read_metrics(out)]
+    return [{name: x for name, x in line.items() if isinstance(x, float | int)} for line in lines]
 
 
 @pytest.mark.grid

@@ -14,6 +14,7 @@ from step3_preference.train import train
 from tests.distributed import run_ranks
 from tests.staged import hash_weights, remove_last_checkpoint, require_less_memory
 from tests.step3_preference.toy import metrics, toy_config
+from tests.test_resume import read_metrics
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "dpo": ("dpo", {}),
@@ -47,9 +48,7 @@ def read_outcome(out: Path) -> dict[str, Any]:
     """Return all outputs that don't depend on time."""
     return {
         "weights": hash_weights(out),
-        "metrics": [
-            {name: line[name] for name in line if name != "bubble"} for line in metrics(out)
-        ],
+        "metrics": read_metrics(out),
         "eval": json.loads((out / "result.json").read_text())["eval"],
         "samples": (out / "samples.json").read_text(),
     }
