@@ -1,7 +1,6 @@
 """LLM judges of responses, behind an OpenAI-compatible endpoint."""
 
 import json
-import re
 import string
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -27,7 +26,7 @@ Answer with JSON alone: {{"score": S}}, where S is a number from {low:g} to {hig
 _SCALE_FIELDS = ("low", "high")
 """Template fields of the lowest and the highest score."""
 
-_JSON_OBJECT = re.compile(r"\{[^{}]*\}")
+_DECODER = json.JSONDecoder()
 
 
 class NoScoreError(ValueError):
@@ -66,23 +65,26 @@ def make_prompt(config: RewardConfig, template: str, episode: Episode) -> str:
 
 
 def parse_score(text: str, scale: tuple[float, float]) -> float:
-    """Return the score in the last JSON object of a reply, mapped from the scale to [0, 1].
+    """Return the last `score` of a reply's top-level JSON objects, mapped from `scale` to [0, 1].
 
     Raises:
         NoScoreError: the reply has no score, or a score outside the scale.
     """
-    low, high = scale
-    for candidate in reversed(_JSON_OBJECT.findall(text)):
+    (low, high), score, start = scale, None, text.find("{")
+    while start >= 0:
         try:
-            score = json.loads(candidate).get("score")
+            item, end = _DECODER.raw_decode(text, start)
+            value = item.get("score")
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            score = value if is_number else score
         except (ValueError, RecursionError):
-            continue
-        if isinstance(score, bool) or not isinstance(score, int | float):
-            continue
-        if not low <= score <= high:
-            raise NoScoreError(f"the judge's score {score} is not between {low:g} and {high:g}")
-        return (float(score) - low) / (high - low)
-    raise NoScoreError(f"the judge's reply has no JSON object with a score: {shorten(text)}")
+            end = start + 1
+        start = text.find("{", end)
+    if score is None:
+        raise NoScoreError(f"the judge's reply has no JSON object with a score: {shorten(text)}")
+    if not low <= score <= high:
+        raise NoScoreError(f"the judge's score {score} is not between {low:g} and {high:g}")
+    return (float(score) - low) / (high - low)
 
 
 def shorten(reply: object) -> str:
