@@ -39,15 +39,10 @@ class ScoringConfig:
     """Number of worker processes that compute rewards."""
 
     def __post_init__(self) -> None:
-        for name in ("limit", "max_new_tokens", "batch_size"):
+        for name in ("limit", "timeout_seconds", "workers", "max_new_tokens", "batch_size"):
             value = getattr(self, name, None)
             option = name.replace("_", "-")
             require(value is None or value > 0, f"--{option} must be positive, got {value}")
-        require(
-            self.timeout_seconds > 0,
-            f"timeout_seconds must be positive, got {self.timeout_seconds}",
-        )
-        require(self.workers >= 1, f"workers must be at least 1, got {self.workers}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +75,7 @@ class SamplingConfig(ScoringConfig):
         require(bool(self.prompts), "--prompts is missing: pass rows with prompts")
         require(
             0 <= self.max_failures <= 1,
-            f"max_failures must be between 0 and 1, got {self.max_failures}",
+            f"--max-failures must be between 0 and 1, got {self.max_failures}",
         )
 
 
