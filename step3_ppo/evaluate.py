@@ -113,8 +113,7 @@ class HeldOut(HeldOutPrompts):
             RewardError: as in `compute_rewards`, if `strict`; otherwise failed rewards are unknown.
         """
         rewards = self._compute_rewards(responses, strict=strict)
-        pairs = zip(rewards.score.tolist(), rewards.known.tolist(), strict=True)
-        scores = [score if is_known else None for score, is_known in pairs]
+        scores = [None if math.isnan(score) else score for score in rewards.score.tolist()]
         raw = [None] * len(scores) if rewards.raw_score is None else rewards.raw_score.tolist()
         by_source = rewards.by_source()
         local = [
@@ -261,7 +260,11 @@ class Evaluator:
             " applies; check the columns that they read, for example for non-numeric answers",
         )
         metrics = self._get_metrics(responses, kl=self.before.kl)
-        check_initial_metrics(self.config.actor.path, metrics)
+        # If the KL is finite, so is the actor's output, and the reward model causes other values.
+        has_model_score = self.config.uses_reward_model and not self.config.rewards
+        is_actor = not has_model_score or not math.isfinite(metrics.get("kl", 0.0))
+        model = self.config.actor if is_actor else self.config.reward
+        check_initial_metrics(model.path, metrics)
         self.initial_objective = metrics["objective"]
         if any(guard.signal == "divergence" for guard in self.config.acting_guards):
             self.min_gold = metrics.get(GOLD, -math.inf)

@@ -141,8 +141,11 @@ class ResponseRewards:
 
     @property
     def known(self) -> Bool[Tensor, " B"]:
-        """Whether each response has a reward, that is, a source applied and none failed."""
-        return ~self.score.isnan()
+        """Whether each response has a reward: a source applied, and none failed.
+
+        If only a reward model is used, a score of NaN is not excluded, so that the run stops.
+        """
+        return ~self.score.isnan() if self.raw_score is None else torch.ones_like(self.score).bool()
 
     def by_source(self) -> dict[str, list[float | None]]:
         """Return the values of each source, by metric name."""

@@ -1,5 +1,6 @@
 """Experience: outputs of the models, advantages and statistics."""
 
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,7 +10,8 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from inference.engine.requests import Response
 from pipeline.config import LoraConfig
-from pipeline.system.errors import ModelError
+from pipeline.run.training import check_finite
+from pipeline.system.errors import DivergedError, ModelError
 from step3_ppo.experience import (
     Experience,
     Rollout,
@@ -19,7 +21,7 @@ from step3_ppo.experience import (
 )
 from step3_ppo.metrics import group_statistics, rollout_statistics
 from step3_ppo.models import Models
-from step3_ppo.rewards import score_to_reward
+from step3_ppo.rewards import compute_rewards, score_to_reward
 from step3_ppo.rollout import generate_responses
 from tests.step3_ppo.toy import END, PROMPTS, save_models, toy_config, toy_models
 
@@ -119,6 +121,28 @@ def test_advantages_are_whitened_but_returns_are_not(models: Models, toy: Path) 
 
 
 def test_statistics_match_hand_computed_values(toy: Path, models: Models) -> None:
+def test_nan_score_ends_the_run_with_and_without_a_critic(models: Models, toy: Path) -> None:
+    experience, group = score_test_responses(models, toy), {"rollout_size": 3, "batch_size": 3}
+    for settings in ({}, {**group, "advantage": "rloo", "group_size": 3}):
+        config, score = toy_config(toy, **settings), torch.tensor([1.0, math.nan, 2.0])
+        rewards = compute_rewards(models, score, experience.stopped, config)
+        known = rewards.known
+        rollout = compute_advantages(experience, rewards.reward, config, kl_coef=0.0, counted=known)
+        with pytest.raises(DivergedError, match="reward score of iteration 1 is nan"):
+            check_finite("of iteration 1", rollout_statistics(rollout, rewards.score))
+
+
+@pytest.mark.parametrize(("buffer", "last"), [(0.0, [0, 0]), (1.0, [0, -1]), (0.25, [-0.5, -1])])
+def test_overlong_buffer_is_a_number_or_a_fraction_of_tokens(
+    toy: Path, buffer: float, last: list[float]
+) -> None:
+    config = toy_config(toy, overlong_buffer=buffer, missing_eos_score=None)
+    lengths = torch.tensor([1, 6, 7, 8])  # of at most 8 tokens
+    rewards, counted = apply_overlong(torch.zeros(4), lengths, torch.ones(4).bool(), config)
+    assert rewards.tolist() == [0, 0, *last]
+    assert counted.all()
+
+
     experience = score_test_responses(models, toy)
     mask = experience.mask
     experience = replace(

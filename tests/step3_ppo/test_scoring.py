@@ -1,17 +1,22 @@
 """Scores and rewards of truncated responses, and score moments."""
 
 import math
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForSequenceClassification
 
 from inference.engine.requests import Response
+from pipeline.config import FrozenModelConfig
 from pipeline.engine.checkpoint.checkpoint import Checkpoint
+from pipeline.system.errors import ModelError
 from step3_ppo.models import Models
 from step3_ppo.rewards import compute_raw_scores, measure_scores, reported_scores, score_to_reward
+from step3_ppo.train import train
 from tests.step3_ppo.resumed import run_full_and_resumed
 from tests.step3_ppo.toy import END, PROMPTS, save_models, toy_config, toy_models
 
@@ -26,8 +31,6 @@ def models(toy: Path) -> Models:
 
 
 def test_truncated_response_scores_at_most_the_missing_eos_score(models: Models, toy: Path) -> None:
-    """Its score is at most the missing-EOS score, in raw or normalized units."""
-
     def scores(**changes: Any) -> list[float]:
         return reported_scores(RAW, STOPPED, models, toy_config(toy, **changes)).tolist()
 
@@ -52,6 +55,18 @@ def test_score_moments_use_only_stopped_responses(models: Models, toy: Path) -> 
 
     assert mean == pytest.approx(scores.mean().item())
     assert std == pytest.approx(scores.std(correction=0).item())
+
+
+def test_reward_model_whose_scores_overflow_is_named(toy: Path, tmp_path: Path) -> None:
+    shutil.copytree(toy / "reward", path := tmp_path / "broken")
+    broken = AutoModelForSequenceClassification.from_pretrained(path)
+    broken.score.weight.data.sign_().mul_(3e38)  # finite, but scores overflow
+    broken.save_pretrained(path)
+    config = toy_config(toy, reward=FrozenModelConfig(path=str(path)), output_dir=tmp_path / "out")
+    data = replace(config.data, max_eval_rows=4)
+
+    with pytest.raises(ModelError, match=f"^{path}: its objective is (nan|-?inf) before"):
+        train(replace(config, data=data, max_prompt_length=40))
 
 
 @pytest.mark.jobs
