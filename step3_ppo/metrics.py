@@ -92,8 +92,9 @@ def kl_statistics(
 
 
 def critic_statistics(rollout: Rollout) -> dict[str, float]:
-    """Compute the mean value per token and the explained variance; empty without a critic."""
-    mask, values = rollout.experience.mask, rollout.experience.values
+    """Compute mean value and explained variance on counted tokens; empty without a critic."""
+    mask = rollout.experience.mask & rollout.counted[:, None]
+    values = rollout.experience.values
     if values is None or rollout.returns is None:
         return {}
     mean, _ = global_moments(values, mask)

@@ -19,7 +19,7 @@ from step3_ppo.experience import (
     rollout_gap,
     score_responses,
 )
-from step3_ppo.metrics import group_statistics, rollout_statistics
+from step3_ppo.metrics import critic_statistics, group_statistics, rollout_statistics
 from step3_ppo.models import Models
 from step3_ppo.rewards import compute_rewards, score_to_reward
 from step3_ppo.rollout import generate_responses
@@ -184,4 +184,8 @@ def test_overlong_buffer_is_a_number_or_a_fraction_of_tokens(
         "correction_effective": 15**2 / (8 * 39),
     }
     assert group_statistics(groups) == pytest.approx({"group_std": 2**0.5 / 4, **dead})
+    is_counted = torch.tensor([True, False, True])
+    accurate = replace(experience, values=rollout.returns + 9 * ~is_counted[:, None])
+    exact = critic_statistics(replace(rollout, experience=accurate, counted=is_counted))
+    assert exact["explained_variance"] == 1.0
     assert statistics == pytest.approx(expected, abs=1e-6)
