@@ -41,7 +41,7 @@ class HybridEngine:
         self.weights_hash = 0
         """Hash of the weights last used in generation (`inference/replica.py`)."""
         self.seconds = 0.0
-        """Duration in seconds of the last switch from training to generation."""
+        """Seconds spent switching from training to generation, until a caller resets it."""
         self._updates = -1
 
     @cached_property
@@ -66,7 +66,7 @@ class HybridEngine:
             self.replica.load(self.engine)
             self.weights_hash = self.replica.weights_hash()
             self._updates = self.engine.updates
-        self.seconds = time.perf_counter() - start
+        self.seconds += time.perf_counter() - start
         try:
             with self._offloaded():
                 yield self.replica.model

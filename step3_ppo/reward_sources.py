@@ -94,7 +94,7 @@ class RewardSources:
         clock = Clock()
         results = self._rewards.results()
         clock.end("rewards")
-        self.seconds = clock.metrics()["seconds_rewards"]
+        self.seconds += clock.seconds["rewards"]
         return results
 
     def _share_first(self, value: T) -> T:

@@ -173,7 +173,7 @@ class ResponseRewards:
             for name in self.by_source()
             if totals[f"{name} count"]
         }
-        if GOLD in self.sources:
+        if GOLD in means:
             gold = _to_tensor(self.sources[GOLD].values, self.score)
             means |= {f"{GOLD}_stderr": standard_error(gold, group_size=group_size)}
         return {

@@ -177,6 +177,7 @@ def train(config: PPOConfig) -> Path:
 def iterate(ppo: Setup, config: PPOConfig, run: Run, *, step: int) -> dict[str, float]:
     """Run one iteration, a rollout and its updates; log and return the metrics."""
     models, clock = ppo.models, Clock()
+    models.hybrid_engine.seconds = models.sources.seconds = 0.0
     sampled = sample_rollout(models, ppo.prompts, config)
     request_next(models, ppo.prompts, is_last=step == run.total_steps)
     clock.end("generation")

@@ -58,8 +58,9 @@ def test_replica_shares_base_and_adapters(llama: str, quantize: str) -> None:
 def test_weights_are_copied_only_after_update_or_release(llama: str, resident: bool) -> None:
     actor = Actor(llama, zero_stage=3, resident=resident)
     with actor.hybrid.generating() as replica, torch.no_grad():
+        seconds = actor.hybrid.seconds
         with OperatorRecorder(numel=1) as operators, actor.hybrid.generating():
-            pass
+            assert actor.hybrid.seconds > seconds  # of all syncs
         assert operators.names == []
         assert torch.equal(replica(input_ids=IDS).logits, actor.logits())
     with OperatorRecorder(numel=1) as operators, actor.hybrid.generating():

@@ -12,6 +12,7 @@ from evaluation.held_out import Prompt
 from inference.engine.requests import Response
 from pipeline.data.examples import Message
 from rewards.config import RewardConfig
+from rewards.contract import Episode, SourceResults
 from rewards.workers import RewardError
 from step3_ppo.config import PPOConfig
 from step3_ppo.reward_sources import ResponseSubmitter, RewardSources
@@ -128,6 +129,23 @@ def test_normalized_model_score_is_combined_with_functions(toy: Path, file: Path
         "reward_wanted": [1.0, None, 3.0],
         "reward_taste": [-0.25, 0.25, -1.0],
     }
+
+
+def test_seconds_of_several_rounds_of_results_add_up(toy: Path, file: Path) -> None:
+    with RewardSources(group_config(toy, make_source(file, "length"))) as sources:
+        sources.submit([Episode((), "yes")])
+        sources.results()
+        first = sources.seconds
+        sources.results()
+
+        assert sources.seconds >= first > 0
+
+
+def test_gold_without_values_has_no_standard_error() -> None:
+    gold = {"gold": SourceResults([None, None], [None, None])}
+    rewards = ResponseRewards(torch.zeros(2), torch.zeros(2), gold)
+
+    assert rewards.metrics() == {"reward_failures": 0.0, "seconds_rewards": 0.0}
 
 
 def test_failing_function_ends_the_run_before_training(toy: Path, file: Path) -> None:

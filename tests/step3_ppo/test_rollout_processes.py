@@ -109,6 +109,7 @@ def test_each_rollout_is_sampled_before_the_previous_update(tmp_path: Path) -> N
     assert all(torch.equal(actual[name], weight) for name, weight in expected.items())
     lines = read_metrics(config.output_dir)
     assert [line["staleness"] for line in lines] == [0, 1, 1]
+    assert [line["seconds_weight_sync"] > 0 for line in lines] == [True, True, False]
     assert lines[0]["weights_hash"] == lines[1]["weights_hash"] != lines[2]["weights_hash"]
 
 
