@@ -15,6 +15,7 @@ from pipeline.system.errors import DivergedError, ModelError
 from step3_ppo.experience import (
     Experience,
     Rollout,
+    apply_overlong,
     compute_advantages,
     rollout_gap,
     score_responses,
@@ -120,7 +121,6 @@ def test_advantages_are_whitened_but_returns_are_not(models: Models, toy: Path) 
     assert not whitened.advantages[~mask].any()
 
 
-def test_statistics_match_hand_computed_values(toy: Path, models: Models) -> None:
 def test_nan_score_ends_the_run_with_and_without_a_critic(models: Models, toy: Path) -> None:
     experience, group = score_test_responses(models, toy), {"rollout_size": 3, "batch_size": 3}
     for settings in ({}, {**group, "advantage": "rloo", "group_size": 3}):
@@ -143,6 +143,7 @@ def test_overlong_buffer_is_a_number_or_a_fraction_of_tokens(
     assert counted.all()
 
 
+def test_statistics_match_hand_computed_values(toy: Path, models: Models) -> None:
     experience = score_test_responses(models, toy)
     mask = experience.mask
     experience = replace(
@@ -183,9 +184,9 @@ def test_overlong_buffer_is_a_number_or_a_fraction_of_tokens(
         "correction": 15 / 8,
         "correction_effective": 15**2 / (8 * 39),
     }
-    assert group_statistics(groups) == pytest.approx({"group_std": 2**0.5 / 4, **dead})
     is_counted = torch.tensor([True, False, True])
     accurate = replace(experience, values=rollout.returns + 9 * ~is_counted[:, None])
     exact = critic_statistics(replace(rollout, experience=accurate, counted=is_counted))
     assert exact["explained_variance"] == 1.0
+    assert group_statistics(groups) == pytest.approx({"group_std": 2**0.5 / 4, **dead})
     assert statistics == pytest.approx(expected, abs=1e-6)
