@@ -137,7 +137,9 @@ class HeldOut(HeldOutPrompts):
         """Return the KL to the reference in nats per response, or NaN without a reference."""
         if self.config.reference_role != "reference":
             return math.nan
-        experience = score_responses(self.models, self._prompt_ids(), responses, self.config)
+        unused = torch.zeros(len(responses))  # instead of another pass of the reward model
+        inputs = self._prompt_ids(), responses, self.config
+        experience = score_responses(self.models, *inputs, score=unused)
         # The last processes' shares are padded with the first prompts, which must count only once.
         counted = torch.tensor(self.is_counted, device=experience.mask.device)
         return kl_statistics(experience, counted)["kl"]

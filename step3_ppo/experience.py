@@ -6,8 +6,7 @@ in `Experience.sequences`, so that no sum includes them.
 """
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 
@@ -226,8 +225,7 @@ def score_responses(
         forward = ForwardPass(_run_policy(models, batch, config), values)
         results |= {name: [output] for name, output in forward.outputs().items()}
     else:
-        with _evaluation_mode(models):
-            results |= _run_trained_models(models, batches, config)
+        results |= _run_trained_models(models, batches, config)
     lengths = [len(response.ids) for response in responses]
     outputs = {name: _pad_rows(result, parts, lengths) for name, result in results.items()}
     sampled, mask = pad(list(map(_get_sampled, responses, outputs["logprobs"])))
@@ -284,22 +282,24 @@ def _pad_rows(
 def _run_trained_models(
     models: Models, batches: Sequence[TokenBatch], config: PPOConfig
 ) -> dict[str, list[Tensor]]:
-    """Run actor and critic without graphs, and return their outputs."""
+    """Run actor and critic without dropout and graphs, and return their outputs."""
 
     def run_policy(batch: TokenBatch) -> Tensor:
         outputs = _run_policy(models, batch, config)
         assert outputs.entropy is not None
         return torch.stack([outputs.logprobs, outputs.entropy])
 
-    pairs = models.policy_passes.forward_everywhere(
-        batches, run_policy, lambda batch: (2, batch.num_targets)
-    )
+    with evaluating(models.actor.model):
+        pairs = models.policy_passes.forward_everywhere(
+            batches, run_policy, lambda batch: (2, batch.num_targets)
+        )
     outputs = {"logprobs": [pair[0] for pair in pairs], "entropy": [pair[1] for pair in pairs]}
     if models.value_passes is None or models.critic is None:
         return outputs
-    values = models.value_passes.forward_everywhere(
-        batches, models.critic, lambda batch: (batch.num_targets,)
-    )
+    with evaluating(models.critic.model):
+        values = models.value_passes.forward_everywhere(
+            batches, models.critic, lambda batch: (batch.num_targets,)
+        )
     return outputs | {"values": values}
 
 
@@ -307,14 +307,6 @@ def _run_policy(models: Models, batch: TokenBatch, config: PPOConfig) -> TokenLo
     return models.actor(
         batch, temperature=config.temperature, entropy=True, entropy_grad=config.entropy_coef > 0
     )
-
-
-@contextmanager
-def _evaluation_mode(models: Models) -> Iterator[None]:
-    with ExitStack() as stack:
-        for engine in models.trained.values():
-            stack.enter_context(evaluating(engine.model))
-        yield
 
 
 def compute_advantages(
