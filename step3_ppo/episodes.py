@@ -39,7 +39,7 @@ ENVIRONMENT_DELAY_STEPS = 8
 class EpisodeResponse(Response):
     """A response of several turns; `ids` and `logprobs` cover only the actor's tokens.
 
-    `stopped` says whether the environment ended it.
+    `stopped` is whether the environment ended it.
     """
 
     sequence: Encoded = field(default_factory=lambda: Encoded.untrained([]))
@@ -129,7 +129,7 @@ def run_episodes(
         num_slots=slots,
         capacity=config.max_length,
         num_pages=min(max_pages, 1 + slots * count_pages(config.max_length)),
-        reuse_prefixes=True,  # a turn reads only what came after the last one
+        reuse_prefixes=True,  # a turn processes only the tokens since the previous turn
     )
     scheduler = _EpisodeScheduler(batch, chat, environments, sampler, config)
     for index, (prompt, key) in enumerate(zip(prompts, keys, strict=True)):
@@ -144,7 +144,7 @@ def run_episodes(
 
 
 class _EpisodeScheduler:
-    """Running episodes, each waiting for the actor or the environment to move next."""
+    """Runs episodes concurrently; each waits for either the actor or its environment."""
 
     def __init__(
         self,
@@ -254,7 +254,7 @@ class _EpisodeScheduler:
     def _start(self, state: _EpisodeState, reply: CallResult) -> None:
         """Submit the first turn; if the episode can't start, respond to the row's prompt instead.
 
-        In this way, a rollout always has the full number of responses, all sampled from the policy.
+        A rollout thus always has the full number of responses, all sampled from the policy.
         """
         episode, failure = state.episode, reply.failure
         opening = reply.messages or ()

@@ -262,7 +262,7 @@ def _request_teacher(
 
 
 def _get_sampled(response: Response, logprobs: Float[Tensor, " T"]) -> Float[Tensor, " _L"]:
-    """Return log pi as computed during generation; that of training for a demonstration."""
+    """Return log pi from generation, or from training if the response is a demonstration."""
     if not response.logprobs:
         return logprobs[: len(response.ids)]
     return torch.tensor(response.logprobs, device=logprobs.device)
@@ -271,7 +271,7 @@ def _get_sampled(response: Response, logprobs: Float[Tensor, " T"]) -> Float[Ten
 def _pad_rows(
     outputs: Sequence[Float[Tensor, " _K"]], parts: Sequence[Sequence[int]], lengths: Sequence[int]
 ) -> Float[Tensor, "B T"]:
-    """Pad a model's outputs for the tokens of each micro-batch, in the order of the rows."""
+    """Convert a model's outputs by micro-batch, (K) each, to one padded row per response."""
     by_row = [torch.empty(0)] * len(lengths)
     for rows, output in zip(parts, outputs, strict=True):
         for row, tokens in zip(rows, output.split([lengths[row] for row in rows]), strict=True):
@@ -375,7 +375,7 @@ def apply_overlong(
     stopped: Bool[Tensor, " B"],
     config: PPOConfig,
 ) -> tuple[Float[Tensor, " B"], Bool[Tensor, " B"]]:
-    """Return rewards minus overlong penalties, and the mask of counted responses (DAPO, 3.4)."""
+    """Return rewards with overlong penalties, and which responses are counted (DAPO, 3.4)."""
     if config.overlong_buffer > 0:
         penalty = overlong_penalty(
             lengths.to(reward_score.dtype),
@@ -442,9 +442,8 @@ def check_rollout_gap(metrics: Mapping[str, float], models: Models) -> None:
     """Stop if generation's log-probabilities are not those of the weights being trained.
 
     Rounding causes a mean gap of up to 3e-2 nats in lower precision (extreme adapter weights merged
-    into bf16) and 1e-6 in fp32. A wrong merge or position shows up in the mean or at a few tokens.
-
-    Responses of older weights (`staleness`), whose difference is no error, are not checked.
+    into bf16) and 1e-6 in fp32. Incorrectly merged weights increase the mean, and wrong positions
+    the gap at some tokens. With `staleness` above 0 a gap is expected, and nothing is checked.
 
     Raises:
         OffPolicyError: the actor was gathered, merged or sharded incorrectly, or its model family

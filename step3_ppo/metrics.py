@@ -22,7 +22,7 @@ from step3_ppo.losses import k3
 def rollout_statistics(
     rollout: Rollout, score: Float[Tensor, " B"] | None = None
 ) -> dict[str, float]:
-    """Compute scores, entropy per token, lengths, and the critic's accuracy.
+    """Compute the metrics of a rollout that are means or maxima over all processes.
 
     `score` is the mean of the argument (by default the reward model's raw score), ignoring NaN,
     `score_stderr` is its standard error, and `reward_score` is the mean of the maximized reward.

@@ -140,7 +140,7 @@ class RewardModel:
         )
         self.hf_config = base_model(model).config
         self.text = text
-        """Converter of tokens; None if the reward model has the actor's tokenizer and template."""
+        """Encoder of its input; None if it has the actor's tokenizer and chat template."""
         self.mean, self.std = 0.0, 1.0
         """Moments of the first rollout's scores, set by `step3_ppo.train.normalize_scores`."""
 
@@ -263,7 +263,7 @@ class Models:
         return cast("Policy", self.actor.model).model
 
     def set_value_line(self, slope: float, intercept: float) -> None:
-        """Let the critic's values be this linear function of its model's scores."""
+        """Set the linear function that maps the scores of the critic's model to values."""
         critic = None if self.critic is None else self.critic.model
         if isinstance(critic, Critic):  # not a pipeline stage without the head
             critic.slope, critic.intercept = slope, intercept

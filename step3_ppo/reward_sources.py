@@ -44,7 +44,7 @@ class RewardSources:
     def __init__(self, config: PPOConfig) -> None:
         self.config = config
         self.seconds = 0.0
-        """Seconds spent waiting for the most recent results."""
+        """Seconds spent waiting for results, until reset."""
         self.environments: EnvironmentPool | None = None
         """The workers of the environment, if there is one."""
         self._rewards: Rewards | None = None

@@ -67,7 +67,7 @@ class PromptBatch:
 
 
 ATTEMPT_KEYS = 2**40
-"""Number of keys per attempt, more than any run needs."""
+"""Number of sampling keys reserved for each value of `Prompts.attempt`; no run needs as many."""
 
 
 @dataclass
@@ -156,7 +156,7 @@ class Prompts:
 
 
 def _is_solved(sources: Sequence[tuple[SourceResults, float]], index: int) -> bool:
-    """Return whether a response has the maximum of all rewards that apply, and no source failed."""
+    """Return whether every source that applies gives the response its maximum, and none failed."""
     if any(results.failures[index] for results, _ in sources):
         return False
     values = [(results.values[index], maximum) for results, maximum in sources]
@@ -284,8 +284,8 @@ def sample_rollout(models: Models, prompts: Prompts, config: PPOConfig) -> Sampl
 
     A group with equal rewards has no gradient, so its prompt is replaced with the stream's next
     one, in at most `dynamic_sampling` rounds (Yu et al. 2025, eq. 11). Groups whose rewards are
-    still equal after that are kept. All processes know which groups are replaced, and prompts are
-    assigned in group order, so the responses don't depend on the number of processes.
+    still equal after that are kept. All processes replace the same groups, in the same order, so
+    the responses don't depend on the number of processes.
     """
     seed, position = config.seed, prompts.stream.position
     batch = prompts.next_batch()
@@ -333,7 +333,7 @@ def _replace_groups(
     sampled: SampledRollout,
     config: PPOConfig,
 ) -> None:
-    """Replace these groups of the full rollout, in place, by those of the next prompts."""
+    """Replace these groups of the full rollout, in place, with groups for the next prompts."""
     assert sampled.source_rewards is not None
     batch = prompts.next_batch(groups)
     size, processes = config.group_size, current_mesh().data.size

@@ -31,7 +31,7 @@ SAMPLE = "naïve café, 1,234.56 kg;\n\n\tdef f(x): return x  # 東京 🙂"
 class ServedTeacher:
     """A teacher whose log-probabilities come from a server's `POST /v1/completions`.
 
-    Each request sends the token ids of a prompt and its response, and asks for their
+    Each request contains the token ids of a prompt and its response. The reply contains their
     log-probabilities at temperature 1 (`echo`, without new tokens).
 
     Raises:

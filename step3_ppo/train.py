@@ -116,7 +116,7 @@ def set_up(
 
 
 def apply_rollbacks(ppo: Setup) -> None:
-    """Halve the learning rate per rollback, sample other responses, and restore the value line."""
+    """Set learning rates, sampling keys and the critic's linear output for the rollbacks so far."""
     rollbacks, checkpoints = ppo.guards.rollbacks, ppo.checkpoints
     is_fitted = checkpoints.done > 0
     line = checkpoints.once("values", lambda: (1.0, 0.0)) if is_fitted else (1.0, 0.0)
@@ -129,9 +129,9 @@ def apply_rollbacks(ppo: Setup) -> None:
 def normalize_scores(
     models: Models, prompts: Prompts, config: PPOConfig, checkpoints: Checkpoints
 ) -> None:
-    """Normalize scores by their mean and standard deviation for the initial actor's responses.
+    """Set the mean and standard deviation that normalize scores, measured once per run.
 
-    Both are measured on the responses that the first iteration trains on, or restored.
+    They are those of the initial actor's responses in the first iteration.
     """
     if models.reward is None or not config.normalize_score:
         return
@@ -164,7 +164,7 @@ def train(config: PPOConfig) -> Path:
         ppo = set_up(config, chat, prompts, run, sources, remote)
         with exporting_best(run, ppo.evaluator.best, ppo.export_actor, actor=config.actor):
             for step in ppo.checkpoints.steps(should_stop=lambda: ppo.is_done):
-                metrics = iterate(ppo, config, run, step=step)  # frees its graphs on return
+                metrics = iterate(ppo, config, run, step=step)  # its autograd graphs are freed
                 ppo.evaluator.evaluate(step, run, is_last=prompts.all_solved)
                 ppo.guards.watch(ppo.checkpoints, step, metrics, lambda: apply_rollbacks(ppo))
         if prompts.all_solved:
@@ -218,7 +218,7 @@ def iterate(ppo: Setup, config: PPOConfig, run: Run, *, step: int) -> dict[str, 
 def export_models(models: Models, ema: Ema | None, run: Run, *, best: BestWeights) -> None:
     """Export the actor and, if they exist, the critic and the averaged actor.
 
-    The best actor is exported if it was kept, and stays in the engine. The average is over all
+    If the best actor was kept, it is exported and remains in the engine. The average includes all
     updates, and the critic is exported with its last weights.
     """
     passes = models.policy_passes

@@ -196,7 +196,7 @@ def update_policy(
 
 
 MIN_CORRELATION = 0.5
-"""Minimum ratio of the standard deviation of the first values to that of their returns."""
+"""Minimum standard deviation of the fitted values, relative to that of the returns."""
 
 
 def fit_values(
@@ -205,10 +205,10 @@ def fit_values(
     """Return slope and intercept of a line that predicts returns from the critic's values.
 
     A reward model is not trained to score intermediate tokens, so its scores estimate values worse
-    than a constant does (Yuan et al. 2025, arXiv:2503.01491). The line is the least-squares line
-    for a correlation of at least `MIN_CORRELATION`: the critic learns slowly with a small slope.
-    If all values or all returns are equal, the slope is 1. The returns are those with lambda 1,
-    which don't depend on the critic.
+    than a constant does (Yuan et al. 2025, arXiv:2503.01491). The line is that of least squares,
+    with at least the slope for a correlation of `MIN_CORRELATION`, since the critic learns slowly
+    with a small slope. If all values or all returns are equal, the slope is 1. The returns are
+    computed with lambda 1, so they don't depend on the critic.
     """
     rollout = compute_advantages(
         experience, rewards.reward, replace(config, lam=1.0), kl_coef=kl_coef, counted=rewards.known
@@ -229,16 +229,16 @@ def fit_values(
 def local_minibatches(config: PPOConfig, *, step: int, epoch: int) -> Iterator[list[int]]:
     """Yield this process's rows of each minibatch in an epoch over a rollout.
 
-    Groups are assigned round-robin: with groups of G rows and W data-parallel processes, slot s is
-    in the local group s // G // W of process s // G % W.
+    Groups are assigned round-robin: with groups of G rows and W data-parallel processes, row r of
+    the rollout is in local group r // G // W of process r // G % W.
     """
     seed = config.seed * 1_000_003 + step * config.ppo_epochs + epoch
     order = torch.randperm(config.rollout_size, generator=torch.Generator().manual_seed(seed))
     data, size = current_mesh().data, config.group_size
     for minibatch in order.split(config.batch_size):
         # Sorted, so that a minibatch of all responses keeps the order of the scoring pass.
-        slots = (divmod(slot, size) for slot in sorted(minibatch.tolist()))
-        yield [g // data.size * size + i for g, i in slots if g % data.size == data.rank]
+        pairs = (divmod(row, size) for row in sorted(minibatch.tolist()))
+        yield [g // data.size * size + i for g, i in pairs if g % data.size == data.rank]
 
 
 def update_minibatch(
@@ -293,7 +293,7 @@ def _reduce_metrics(
     """
     data = current_mesh().data
     numbers = iter(read_scalars([value for part in parts for value in part.values()]))
-    local_metrics = [dict(zip(part, numbers)) for part in parts]  # noqa: B905  # each part takes its values
+    local_metrics = [dict(zip(part, numbers)) for part in parts]  # noqa: B905  # `part` ends first
     rows = models.policy_passes.from_last_stage(local_metrics)
     columns = {name: [row[name] for row in rows] for name in rows[0]}
     maxima = {name: max(0.0, *columns.pop(name)) for name in ("ratio_max", "ratio_error")}
