@@ -73,7 +73,7 @@ class Corpus:
         ]
 
     def next_rows(self) -> list[TokenRow]:
-        """Return the rows of the next global batch, including held-out documents."""
+        """Return the rows of the next global batch, which still contain held-out documents."""
         for rows in self.files:
             rows.file.release()  # keep resident memory bounded
         return [self.files[file][row] for file, row in next(self.stream)]
@@ -125,7 +125,8 @@ def _hold_out(
 ) -> tuple[list[TokenRow], HeldOut]:
     """Return evaluation rows, taken from each file by weight, and the test for held-out documents.
 
-    If no document's draw is at most `eval_fraction`, the one with the smallest draw is held out.
+    A document is held out if its draw, a number from 0 to 1 computed from its hash, is at most
+    `eval_fraction`. If there is no such document, the one with the smallest draw is held out.
     """
     max_rows, total = data.max_eval_rows, sum(weights)
     counts = [max(1, round(max_rows * weight / total)) for weight in weights]

@@ -1,4 +1,4 @@
-"""Labels of step 2: settings, kinds, and properties of all rows."""
+"""Labels of step 2: their settings, their kinds, and their classes or moments in the data."""
 
 import logging
 import math
@@ -106,7 +106,7 @@ REQUIRED = {
 
 @dataclass(frozen=True)
 class Labels:
-    """A run's kind of label, and properties of all its rows."""
+    """A run's kind of label, and its classes, or mean and standard deviation, in the data."""
 
     kind: LabelKind
     loss: Loss

@@ -41,7 +41,7 @@ from step2_reward.rows import UNLIMITED, Batch, Row, encode_rows, encode_steps, 
 
 @dataclass(frozen=True)
 class HeldOutOutputs:
-    """Rows, and the model's outputs for them."""
+    """Held-out rows, and the model's outputs for them."""
 
     rows: Sequence[Row]
 
@@ -94,10 +94,10 @@ def compute_outputs(
 
 
 class Objective(ABC):
-    """Base class of the objectives, for the common training loop."""
+    """A kind of label's encoding, loss and metrics, as the training loop uses them."""
 
     has_accuracy = True
-    """Whether each row is predicted correctly or not, so that there is an accuracy."""
+    """Whether each prediction is right or wrong, so that accuracy is defined during training."""
 
     def __init__(self, labels: Labels, config: RewardConfig) -> None:
         self.labels = labels
@@ -105,7 +105,7 @@ class Objective(ABC):
         """Settings of the step, including those of the loss."""
 
     def make_fit_check(self, chat: ChatFormat, config: RewardConfig) -> FitCheck[Example]:
-        """Build the check that the sequences of a row still differ after truncation.
+        """Return the check that a row's sequences still differ after truncation.
 
         Raises:
             DataError: the chat format does not support such rows.
@@ -130,7 +130,7 @@ class Objective(ABC):
         return encode_rows(examples, self.labels, chat, max_length=config.data.max_length)
 
     def config_entries(self) -> dict[str, object]:
-        """Return entries of the exported config.json on how to interpret the outputs."""
+        """Return the entries of the exported config.json that describe the model's outputs."""
         return {}
 
     @abstractmethod
@@ -160,7 +160,7 @@ class Objective(ABC):
 
     @abstractmethod
     def compute_metrics(self, held_out: HeldOutOutputs) -> dict[str, float]:
-        """Compute additional metrics of held-out rows, or replacements for common ones."""
+        """Compute further metrics of held-out rows, which override `loss` and `accuracy`."""
 
 
 class PairObjective(Objective):
@@ -223,7 +223,7 @@ class ScalarObjective(Objective):
         return error(scores, batch.targets), None
 
     def compute_metrics(self, held_out: HeldOutOutputs) -> dict[str, float]:
-        """Compute accuracy (correctly ordered pairs), rank correlation, and error in data units."""
+        """Compute the fraction of pairs in correct order, rank correlation, and mean error."""
         scores, targets = held_out.first_outputs.squeeze(1), held_out.targets
         predictions = scores if self.labels.loss == "mse" else scores.sigmoid()
         return {
@@ -256,7 +256,7 @@ class StepObjective(Objective):
         return self._separators
 
     def make_fit_check(self, chat: ChatFormat, config: RewardConfig) -> FitCheck[Example]:
-        """Build the check that rows still have labeled steps after truncation."""
+        """Return the check that rows still have labeled steps after truncation."""
         limit, separators = config.data.max_length, self.separators(chat)
 
         def fit(examples: Sequence[Example]) -> list[RowFit]:

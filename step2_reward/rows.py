@@ -1,7 +1,6 @@
 """Rows of step 2 as token ids, and their micro-batches.
 
-Dimension names: B rows, K sequences of a row, S sequences of a batch, T targets,
-O outputs.
+Dimension names: B rows, K sequences of a row, S sequences of a batch, T targets, O outputs.
 """
 
 from collections.abc import Collection, Sequence
@@ -62,7 +61,7 @@ class Batch:
     """Tokens whose outputs are used: the last of each sequence, or the ends of labeled steps."""
 
     weight: float
-    """Weight of a labeled step; over all rows the weights add up to the number of rows."""
+    """Weight of each labeled step, such that the weights of all steps sum to the number of rows."""
 
     indices: tuple[int, ...]
     """The index of each row in the global batch."""
@@ -123,7 +122,7 @@ def get_target(example: Example, labels: Labels) -> float:
 
 
 def split_steps(example: Example, separator: str) -> list[str]:
-    """Return the steps as given to the model; a separator inside a step becomes a space."""
+    """Return the text of each step, in which separators are replaced by spaces."""
     parts = [map(str.strip, text.split(separator)) for text in example.steps]
     return [" ".join(filter(None, words)) for words in parts]
 

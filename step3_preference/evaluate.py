@@ -206,9 +206,9 @@ class HeldOut(HeldOutPrompts):
         return passes.from_last_stage(logp)
 
     def by_prompt(self, responses: Sequence[ScoredResponse]) -> dict[str, list[float | None]]:
-        """Return the best available measure of each response, by name; empty without a judge.
+        """Return the judge's value for each response, by the judge's name; empty without one.
 
-        This is the verdict of the embedded task's verifier, otherwise the reward model's score.
+        The judge is the embedded task's verifier if it applies, otherwise the reward model.
         """
         if self.is_verifiable:
             return {"judge": [float(bool(verdict)) for verdict in self.verdicts(responses)]}

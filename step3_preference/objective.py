@@ -40,8 +40,8 @@ class MetricSums:
     """Sums over rows and sequences, from which means are computed."""
 
     sums: Float[Tensor, "8"]
-    """Loss, number of correctly ordered rows, and each side's reward, log-probability per token and
-    count, in fp64 on the model's device."""
+    """Loss and number of correctly ordered rows; reward, log-probability per token and number of
+    the chosen and of the rejected responses. In fp64, on the model's device."""
 
     @classmethod
     def zero(cls) -> "MetricSums":

@@ -1,4 +1,4 @@
-"""Log-probabilities under the reference, computed once and stored."""
+"""The reference's log-probabilities, computed once and stored."""
 
 import hashlib
 import json
@@ -50,7 +50,7 @@ TRAINABLE: tuple[RowOutcome, ...] = ("complete", "truncated")
 
 
 class RowStore:
-    """The step's training and held-out rows, without those that are uninformative or too long."""
+    """The step's training and held-out rows, without those that can't be trained on."""
 
     def __init__(self, config: PreferenceConfig) -> None:
         self.config = config
@@ -152,7 +152,7 @@ TABLE_FILE = "reference.safetensors"
 
 
 class InitialActor:
-    """Holds the actor's initial weights; construct it before the state of a run is loaded."""
+    """The actor with its initial weights; construct it before the state of a run is loaded."""
 
     def __init__(self, passes: Passes) -> None:
         self.passes = passes
@@ -204,7 +204,7 @@ class ReferenceTable:
 
 
 class Reference:
-    """The losses' reference: a table, the actor without its adapter, or nothing."""
+    """Provides the reference's log-probabilities, from a table or the actor without its adapter."""
 
     def __init__(
         self, initial_actor: InitialActor, config: PreferenceConfig, table: ReferenceTable | None

@@ -26,7 +26,7 @@ RowOutcome = Literal["complete", "truncated", "too long", "equal", "untrained"]
 
 @dataclass(frozen=True)
 class Row:
-    """The sequences of a row; one is None if the row has a single response."""
+    """A row's sequences, prompt and response; one is None if the row has a single response."""
 
     chosen: Encoded | None
     rejected: Encoded | None
@@ -88,8 +88,8 @@ def truncate_row(
 ) -> tuple[Row, RowOutcome]:
     """Truncate a row to `data.max_length`, and return it with the outcome.
 
-    Both sides keep their ends and the same prompt, truncated at its beginning. Otherwise the model
-    would learn from a difference in truncation or a missing end-of-turn token.
+    Both responses stay complete, and their prompt is truncated at its beginning, by the same number
+    of tokens. Otherwise, the model would learn differences that only truncation causes.
     """
     start = _prompt_length(example, chat)
     sides = [

@@ -187,19 +187,19 @@ def length_bias(
     """Measure how score and length are related within prompts that have several responses.
 
     Args:
-        prompts: scores, lengths in tokens and worth of the responses to each prompt. Worth is the
-            quality according to the data: higher is better, and equal numbers are ties.
+        prompts: scores, lengths in tokens, and labels of the responses to each prompt; a higher
+            label is better, and equal ones are ties.
 
     Returns:
-        spearman, the mean rank correlation of score and length; of_data, the same for worth and
+        spearman, the mean rank correlation of score and length; of_data, the same for label and
             length; better_longer and better_shorter, fractions of correctly ordered pairs among
             those whose better response is longer or shorter (None without such pairs);
             always_longer and always_shorter, accuracy of always choosing the longer or the shorter
             response, ties counting half.
     """
     longer, shorter, num_equal = list[float](), list[float](), 0
-    for scores, lengths, worth in prompts:
-        for better, worse in ordered_pairs(worth):
+    for scores, lengths, labels in prompts:
+        for better, worse in ordered_pairs(labels):
             right = order_credit(scores[better] - scores[worse])
             if lengths[better] == lengths[worse]:
                 num_equal += 1
@@ -209,7 +209,7 @@ def length_bias(
     always = (len(longer) + 0.5 * num_equal) / max(1, total)
     return {
         "spearman": _correlation_within([(scores, lengths) for scores, lengths, _ in prompts]),
-        "of_data": _correlation_within([(worth, lengths) for _, lengths, worth in prompts]),
+        "of_data": _correlation_within([(labels, lengths) for _, lengths, labels in prompts]),
         "better_longer": fraction(sum(longer), len(longer)) if longer else None,
         "better_shorter": fraction(sum(shorter), len(shorter)) if shorter else None,
         "always_longer": always,
@@ -222,10 +222,10 @@ def order_credit(difference: float) -> float:
     return float(difference > 0) + 0.5 * float(difference == 0)
 
 
-def ordered_pairs(worth: Sequence[float]) -> list[tuple[int, int]]:
-    """Return (better, worse) indices for every pair of responses of different worth."""
-    indices = range(len(worth))
-    return [(i, j) for i in indices for j in indices if worth[i] > worth[j]]
+def ordered_pairs(labels: Sequence[float]) -> list[tuple[int, int]]:
+    """Return (better, worse) indices for every pair of responses with different labels."""
+    indices = range(len(labels))
+    return [(i, j) for i in indices for j in indices if labels[i] > labels[j]]
 
 
 def _correlation_within(prompts: Sequence[tuple[Sequence[float], Sequence[int]]]) -> float:

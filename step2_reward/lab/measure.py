@@ -54,7 +54,7 @@ from step2_reward.rows import (
 
 Metrics = dict[str, Any]
 Measurement = tuple[Metrics, list[Metrics]]
-"""The metrics, and a line for each row: the row, its scores, its prediction."""
+"""The metrics, and a record for each row: the row, its scores and its prediction."""
 
 PROBES = ("no_end", "truncated", "doubled")
 """Perturbations of a good response: end-of-turn token removed, second half removed, and whole

@@ -1,4 +1,4 @@
-"""Findings about a reward model as sentences, and the files with its measurements."""
+"""Findings about a reward model in sentences, and the files of its metrics."""
 
 import json
 from collections.abc import Mapping
