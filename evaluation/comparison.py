@@ -13,7 +13,7 @@ from numpy import ndarray
 from pipeline.report.figures import Interval, change_interval
 
 NEWTON_STEPS = 50
-"""Number of Newton steps of a fit, each of length at most 2; it converges in fewer."""
+"""Number of Newton steps of a fit, more than it needs; each changes a weight by at most 2."""
 
 
 @dataclass(frozen=True)

@@ -218,7 +218,7 @@ T = TypeVar("T")
 
 
 def name_start(path: Path | str | None, base: FrozenModelConfig) -> str:
-    """Return the metrics' name for step 3's initial model at `path`: base, its step, or start."""
+    """Return the name in metrics of step 3's initial model: base, the step at `path`, or start."""
     if path == base.path:
         return "base"
     name = Path(str(path)).name
@@ -228,9 +228,9 @@ def name_start(path: Path | str | None, base: FrozenModelConfig) -> str:
 def respond_with_base(held_out: HeldOutPrompts, base: FrozenModelConfig) -> HeldOutResponses | None:
     """Return the responses of the model before step 1, loaded in full on every process.
 
-    Only the report's prompts get greedy responses. Returns None if no base is named, its vocabulary
-    doesn't match the actor's, it can't be loaded, or it doesn't fit in memory, because a failed
-    comparison must not discard a finished run.
+    Only the report's prompts get greedy responses. The result is None if no base is named. It is
+    also None if the base has another tokenizer, can't be loaded or doesn't fit in memory, since a
+    failed comparison must not discard a finished run.
     """
     if base.path is None:
         return None
@@ -316,8 +316,8 @@ def judge_samples(
     """Write the report's samples to the file `samples`; return the judge's part of `eval`.
 
     Returns:
-        The result of `compute_pass_rates`, and `judge_talk`, from `measure_talk`. Empty if not all
-            prompts are from the embedded task.
+        The result of `compute_pass_rates`, and `judge_talk`, from `measure_talk`. Empty unless all
+        prompts are from the embedded task.
     """
     if current_mesh().is_main:
         write_samples(held_out, responses, samples)

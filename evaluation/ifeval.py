@@ -1,7 +1,8 @@
 """IFEval: prompts with instructions that programs check (Zhou et al. 2023, arXiv:2311.07911).
 
-Rows have the public schema: `key`, `prompt`, `instruction_id_list`, and `kwargs`, a mapping for
-each instruction. The checks follow the authors' program, except for language identification.
+Rows have the columns of the public data set: `key`, `prompt`, `instruction_id_list`, and `kwargs`,
+a mapping for each instruction. The checks follow the authors' program, except for language
+identification.
 """
 
 import functools
@@ -59,7 +60,7 @@ RELATIONS = ("at least", "less than")
 
 
 def satisfies(count: int, relation: str, bound: int) -> bool:
-    """Return whether a count is at least or less than a bound, as `relation` says."""
+    """Return whether a count is in the relation, "at least" or "less than", to a bound."""
     return count >= bound if relation == "at least" else count < bound
 
 
@@ -112,7 +113,7 @@ WORDS = {
     ),
     "punctuation:no_comma": Instruction(lambda text, _: "," not in text),
 }
-"""The instructions on words, by their names in the public rows."""
+"""The instructions on words, by their names in the data set."""
 
 
 SCRIPTS = {
@@ -167,7 +168,7 @@ def _is_in_language(text: str, arguments: Arguments) -> bool:
 LANGUAGE = {
     "language:response_language": Instruction(_is_in_language, choices={"language": tuple(SCRIPTS)})
 }
-"""The instruction on language, by its name in the public rows."""
+"""The instruction on language, by its name in the data set."""
 
 
 _CLOSING = "\"')]}\u2018\u2019\u201c\u201d\xab\xbb"
@@ -259,7 +260,7 @@ LENGTHS = {
         _has_first_word, {"num_paragraphs": NUMBER, "nth_paragraph": NUMBER, "first_word": str}
     ),
 }
-"""The instructions on length, by their names in the public rows."""
+"""The instructions on length, by their names in the data set."""
 
 
 OPTIONS = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
@@ -350,11 +351,11 @@ FORMS = {
     "startend:end_checker": Instruction(_ends_with_phrase, {"end_phrase": str}),
     "startend:quotation": Instruction(_is_quoted),
 }
-"""The instructions on form, by their names in the public rows."""
+"""The instructions on form, by their names in the data set."""
 
 
 INSTRUCTIONS = {**WORDS, **LANGUAGE, **LENGTHS, **FORMS}
-"""Instructions by their names in the public rows."""
+"""Instructions by their names in the data set."""
 
 
 def read_ifeval(options: ReadOptions) -> list[Question]:

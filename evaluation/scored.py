@@ -13,8 +13,8 @@ class ScoredResponse:
     text: str
     """The response; for an episode, all its turns."""
     score: float | None
-    """The score as defined by `ResponseRewards.score`: a reward model's score, or else the reward;
-    None if unknown."""
+    """The reward model's score if it is the only source of rewards, otherwise the reward; None if
+    unknown."""
     length: int
     """Length in tokens, including the end-of-turn token."""
     stopped: bool

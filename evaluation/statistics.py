@@ -58,7 +58,7 @@ def slope_in_errors(values: Sequence[float], errors: Sequence[float]) -> float:
 
 
 def fitted_change(values: Sequence[float]) -> float:
-    """Return how much the least-squares line through equally spaced values rises in total."""
+    """Return the total rise of the least-squares line through equally spaced values."""
     positions = _centered_positions(len(values))
     slope = math.fsum(t * y for t, y in zip(positions, values, strict=True))
     return slope / math.fsum(t * t for t in positions) * (len(values) - 1)

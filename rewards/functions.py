@@ -1,4 +1,4 @@
-"""User reward functions, which are read without being run, and called in worker processes."""
+"""User reward functions: read without being executed, and called in worker processes."""
 
 import ast
 import asyncio

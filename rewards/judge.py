@@ -93,7 +93,7 @@ def shorten(reply: object) -> str:
 
 
 MAX_TOKENS = 1024
-"""Maximum tokens of a judge's reply, which may reason before it gives a score."""
+"""Maximum tokens of a judge's reply, which may contain reasoning before the score."""
 
 
 def judge_scorer(config: RewardConfig, template: str, endpoint: Endpoint) -> Scorer:

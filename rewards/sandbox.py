@@ -1,6 +1,6 @@
 """Rewards from unit tests: programs in responses, run in a sandbox.
 
-A program runs in separate namespaces (no network, no other processes, as nobody), in an empty
+A program runs in separate namespaces (no network, other processes or privileges), in an empty
 in-memory directory, with all other mounts read-only, Landlock denying access to all files except
 Python's, a minimal environment, and limits on memory, CPU time, processes, files and output. At the
 deadline the kernel kills every process that the program has started. `sandbox_child.py` runs inside

@@ -103,7 +103,7 @@ def _run_isolated(job: dict, status: int) -> int:
 
 
 def _map_users(member: int) -> None:
-    """Map nobody in the namespace to this user, or root and nobody to themselves if it is root."""
+    """Map the namespace's nobody to this user; for root, map root and nobody to themselves."""
     user, group = os.geteuid(), os.getegid()
     if user == 0:
         # RLIMIT_NPROC does not apply to root, so the program runs as nobody.

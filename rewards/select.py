@@ -138,7 +138,7 @@ class Candidate:
 
     @property
     def turn(self) -> dict[str, Any]:
-        """The response in the format of rows."""
+        """The response as a message of a data row."""
         return Message("assistant", self.text).turn
 
 

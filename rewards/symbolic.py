@@ -35,7 +35,7 @@ def are_equivalent(gold: str, answer: str) -> bool:
 
 @functools.cache
 def _preload() -> None:
-    """Import math-verify and let it build its tables, which every child then inherits."""
+    """Import math-verify and build its tables, which all child processes then inherit."""
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that it has no deadline
     _verify("x^2", r"\frac{1}{2}")
 

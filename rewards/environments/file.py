@@ -1,7 +1,7 @@
 """A user's environment, read from its file without running it.
 
-A missing class or method is therefore reported before any model is loaded. The text that was read
-at startup is what runs, so editing the file during a run has no effect.
+A missing class or method is therefore reported before any model is loaded. Workers execute the text
+that was read at startup, so editing the file during a run has no effect.
 """
 
 import ast

@@ -26,11 +26,11 @@ _CALL_PATTERN = re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.DOTALL)
 
 INSTRUCTIONS_TEMPLATE = (
     'You can use tools. To call one, write <tool_call>{{"name": NAME, "arguments": {{...}}}}'
-    "</tool_call>; the next turn has what it returns. Without a call, an answer is the last one."
+    "</tool_call>; the next message contains its result. A response without a call is final."
     "\n\n{tools}"
 )
-"""Description of the tools for the model; `INSTRUCTIONS` of the class replaces it, and an empty
-text omits it."""
+"""Description of the tools for the model. The attribute `INSTRUCTIONS` of a class replaces it; an
+empty one omits it."""
 
 
 class ToolEnvironment:
