@@ -1,4 +1,6 @@
-// Single-pass RMSNorm, rotary embedding and SwiGLU gate for fp32 rows on the CPU. Reference: the models' operators.
+// Single-pass RMSNorm, rotary embedding, SwiGLU gate and 4-bit codes in fp32 on the CPU. Reference: the models' operators.
+
+#include <algorithm>
 
 #define NUMBER Float32
 #include "include/vectors.h"
@@ -42,4 +44,31 @@ extern "C" void silu_product(const float* x, const float* up, float* out, int64_
         const Vector result = gate / (exp_lanes(-gate > MAX_EXPONENT ? broadcast(MAX_EXPONENT) : -gate) + 1.0f) * load_partial<Vector>(up + k, bytes);
         std::memcpy(out + k, &result, bytes);
     }
+}
+
+struct Codes {
+    const uint8_t* codes;  // (blocks, 32): two codes per byte
+    const float* pairs;    // (256, 2): the numbers of each byte
+    const float* scales;   // (blocks)
+    float* out;            // (blocks, 64)
+    int64_t blocks;
+    int64_t next;  // the first block not yet claimed
+};
+
+static void scale_blocks(void* argument) {
+    constexpr int64_t CHUNK = 256;
+    Codes& work = *static_cast<Codes*>(argument);
+    for (int64_t first; (first = __atomic_fetch_add(&work.next, CHUNK, __ATOMIC_RELAXED)) < work.blocks;)
+        for (int64_t block = first; block < std::min(first + CHUNK, work.blocks); block++) {
+            const float scale = work.scales[block];
+            for (int64_t i = 32 * block; i < 32 * (block + 1); i++) {
+                const float* pair = work.pairs + 2 * work.codes[i];
+                work.out[2 * i] = pair[0] * scale, work.out[2 * i + 1] = pair[1] * scale;
+            }
+        }
+}
+
+extern "C" void dequantize(const uint8_t* codes, const float* pairs, const float* scales, float* out, int64_t blocks, Parallel parallel, int32_t threads) {
+    Codes work{codes, pairs, scales, out, blocks, 0};
+    run_on_threads(parallel, threads, scale_blocks, &work);
 }

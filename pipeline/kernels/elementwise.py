@@ -1,4 +1,4 @@
-"""RMSNorm, rotary embedding and SwiGLU's gate in fp32 on the CPU, prepared for fixed memory."""
+"""RMSNorm, rotary embedding, SwiGLU's gate and 4-bit codes in fp32 on the CPU."""
 
 import ctypes
 from collections.abc import Callable
@@ -6,18 +6,18 @@ from functools import cache, partial
 from pathlib import Path
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int64, UInt8
 from torch import Tensor
 
 from pipeline.kernels import choice
-from pipeline.kernels.build import FUSED, Library, build
+from pipeline.kernels.build import FUSED, Library, build, gomp_parallel
 
 
 @cache
 def library() -> Library | None:
     """Build the kernels; return None if they can't be built."""
     built = build(Path(__file__).with_suffix(".cpp"), {}, FUSED)
-    return choice.resolve("RMSNorm, rotary embedding and SwiGLU", built)
+    return choice.resolve("RMSNorm, rotary embedding, SwiGLU and codes", built)
 
 
 def prepare_norm(
@@ -63,6 +63,21 @@ def prepare_rotation(
     sizes = num_heads, num_tokens, size // 2, *x.stride()[1:3], cos.stride(2), *out.stride()[1:3]
     pointers = [ctypes.c_void_p(tensor.data_ptr()) for tensor in tensors]
     return partial(built.rotate, *pointers, *map(ctypes.c_int64, sizes))
+
+
+def dequantize(
+    codes: UInt8[Tensor, " C"],
+    pairs: Int64[Tensor, " 256"],
+    scales: Float[Tensor, " B"],
+    out: Float[Tensor, "B 64"],
+) -> bool:
+    """Write the two fp32 numbers of each byte times their block's scale; False if unsupported."""
+    if choice.kernel_mode() == "off" or not is_supported(out) or not (built := library()):
+        return False
+    pointers = [ctypes.c_void_p(tensor.data_ptr()) for tensor in (codes, pairs, scales, out)]
+    threads = ctypes.c_int32(torch.get_num_threads())
+    built.dequantize(*pointers, ctypes.c_int64(len(scales)), gomp_parallel(), threads)
+    return True
 
 
 def is_supported(tensor: Tensor) -> bool:

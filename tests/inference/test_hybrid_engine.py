@@ -48,7 +48,6 @@ def test_replica_shares_base_and_adapters(llama: str, quantize: str) -> None:
 
     with actor.hybrid.generating() as replica:
         weights = dict(replica.named_parameters())
-
         assert weights.keys() == trained.keys()
         assert all(weights[name].data_ptr() == trained[name].data_ptr() for name in trained)
     assert torch.equal(actor.replica_logits(), actor.logits())

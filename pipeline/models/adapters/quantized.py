@@ -24,6 +24,7 @@ from transformers.pytorch_utils import Conv1D
 
 from pipeline.config import FrozenModelConfig
 from pipeline.engine.sharding.units import ROOT, find_units
+from pipeline.kernels import elementwise
 from pipeline.system.errors import ConfigError
 
 BLOCK = 64
@@ -95,12 +96,12 @@ def dequantize(packed: Packed, shape: torch.Size, scheme: Scheme, dtype: torch.d
         chunk = codes[start // per_code : stop // per_code]
         out = flat[start:stop].view(-1, BLOCK)
         values = out if dtype == torch.float32 else torch.empty(out.shape, device=codes.device)
-        if scheme == "nf4":
-            pairs = values.view(torch.int64).view(-1)
-            torch.index_select(_pairs(codes.device), 0, chunk.int(), out=pairs)
-        else:
-            values.copy_(chunk.view_as(values))
-        values *= scales[start // BLOCK : stop // BLOCK, None]
+        block_scales, pairs = scales[start // BLOCK : stop // BLOCK], _pairs(codes.device)
+        if scheme == "int8":
+            torch.mul(chunk.view_as(values), block_scales[:, None], out=values)
+        elif not elementwise.dequantize(chunk, pairs, block_scales, values):
+            torch.index_select(pairs, 0, chunk.int(), out=values.view(torch.int64).view(-1))
+            values *= block_scales[:, None]
         if values is not out:
             out.copy_(values)
     return flat[: shape.numel()].view(shape)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from pipeline.kernels.choice import KERNELS_VARIABLE
 from pipeline.models.adapters.quantized import BLOCK, NF4, Scheme, dequantize, quantize
 
 
@@ -17,17 +18,19 @@ def round_trip(values: Tensor, scheme: Scheme, dtype: torch.dtype = torch.float3
     return dequantize(quantize(values, scheme), values.shape, scheme, dtype)
 
 
-def test_nf4_codes_match_hand_computed_ones() -> None:
+@pytest.mark.parametrize("kernels", ["required", "off"])
+def test_nf4_codes_match_hand_computed_ones(kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(KERNELS_VARIABLE, kernels)
     # The largest magnitude is 2: the halved values are rounded to the nearest codes. A byte
     # contains two codes, the first in its high bits.
-    values = torch.zeros(BLOCK)
-    values[:6] = torch.tensor([2.0, -2.0, 0.1, 0.0, -1.0, 0.9])
+    values = torch.zeros(1000 * BLOCK)
+    values[-BLOCK:][:6] = torch.tensor([2.0, -2.0, 0.1, 0.0, -1.0, 0.9])
     packed = quantize(values, "nf4")
 
-    assert packed["scales"].tolist() == [2.0]
-    assert packed["codes"].tolist() == [0xF0, 0x87, 0x2C, *[0x77] * 29]
-    expected = torch.zeros(BLOCK)
-    expected[:6] = 2 * torch.tensor([1.0, -1.0, NF4[8], 0.0, NF4[2], NF4[12]])
+    assert packed["scales"].tolist() == [*[0.0] * 999, 2.0]
+    assert packed["codes"].tolist()[-32:] == [0xF0, 0x87, 0x2C, *[0x77] * 29]
+    expected = torch.zeros(1000 * BLOCK)
+    expected[-BLOCK:][:6] = 2 * torch.tensor([1.0, -1.0, NF4[8], 0.0, NF4[2], NF4[12]])
     assert torch.equal(dequantize(packed, values.shape, "nf4", torch.float32), expected)
 
 
