@@ -10,22 +10,20 @@ import pytest
 import torch
 from torch import nn
 
-from pipeline.config import OptimConfig, TrainedModelConfig
-from pipeline.config.model import OffloadConfig, ZeroConfig
+from pipeline.config import TrainedModelConfig
+from pipeline.config.model import OffloadConfig
 from pipeline.engine.engine import Engine
 from pipeline.parallel.device import local_device
 from tests.families import VOCAB, tiny_causal_lm
+from tests.pipeline.engine.test_stages import settings
 
 STEPS = 3
 MICRO_BATCHES = 2
 
 
-def settings(stage: int, *, reduction: str = "fast", **offload: Any) -> TrainedModelConfig:
-    return TrainedModelConfig(
-        zero_stage=stage,
-        zero=ZeroConfig(offload=OffloadConfig(**offload), reduction=reduction),
-        optim=OptimConfig(lr=1e-2, schedule="constant", warmup_ratio=0.0, weight_decay=0.1),
-    )
+def configure(stage: int, *, reduction: str = "fast", **offload: Any) -> TrainedModelConfig:
+    offload_config = OffloadConfig(**offload)
+    return settings(stage, max_norm=1.0, offload=offload_config, reduction=reduction)
 
 
 def train(config: TrainedModelConfig, dtype: torch.dtype) -> tuple[Engine, dict[str, torch.Tensor]]:
@@ -63,9 +61,9 @@ def train(config: TrainedModelConfig, dtype: torch.dtype) -> tuple[Engine, dict[
 def test_every_stage_and_offload_matches_stage_0_bitwise(
     stage: int, offload: dict[str, Any], dtype: torch.dtype
 ) -> None:
-    _, expected = train(settings(0), dtype)
+    _, expected = train(configure(0), dtype)
 
-    _, actual = train(settings(stage, **offload), dtype)
+    _, actual = train(configure(stage, **offload), dtype)
 
     assert [name for name in expected if not torch.equal(actual[name], expected[name])] == []
 
@@ -77,7 +75,7 @@ def test_every_stage_and_offload_matches_stage_0_bitwise(
 def test_backward_pass_never_waits_on_the_host(stage: int, offload: dict[str, str]) -> None:
     model = tiny_causal_lm("opt", dropout=0.0, attn_implementation="eager")
     model.train().to(device=local_device(), dtype=torch.bfloat16)
-    engine = Engine(model, settings(stage, **offload), total_steps=STEPS)
+    engine = Engine(model, configure(stage, **offload), total_steps=STEPS)
     hidden = torch.randn(2, 9, model.config.hidden_size, device=local_device())
     for step in range(2):  # the first step allocates the buffers
         for _ in range(MICRO_BATCHES):

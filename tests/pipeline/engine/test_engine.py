@@ -1,6 +1,5 @@
-"""The engine compared with a plain loop in PyTorch; clipping, skipped steps, learning rates."""
+"""The engine compared with a plain loop in PyTorch; skipped steps, learning rates."""
 
-from collections import Counter
 from collections.abc import Callable
 
 import pytest
@@ -31,17 +30,6 @@ def inputs(count: int, *, seed: int = 1) -> Tensor:
 
 def squared_sum(model: Callable[[Tensor], Tensor], batch: Tensor) -> Tensor:
     return model(batch).float().square().sum()
-
-
-class Weight(nn.Module):
-    """One parameter whose gradient is the input."""
-
-    def __init__(self, value: float, dtype: torch.dtype, *, size: int = 1) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.full((size,), value, dtype=dtype))
-
-    def forward(self, gradient: Tensor) -> Tensor:
-        return (self.weight.float() * gradient).sum()
 
 
 @pytest.mark.parametrize("max_grad_norm", [None, 0.5])
@@ -95,24 +83,13 @@ def test_weight_decay_skips_biases_and_norms_and_needs_no_gradient() -> None:
         assert torch.equal(param, torch.full_like(param, expected))
 
 
-def test_clipping_scales_the_gradient_to_the_limit() -> None:
-    model = Weight(0.0, torch.float32, size=2)
-    engine = Engine(model, settings(max_grad_norm=1.0), total_steps=1)
-    engine.backward(engine(torch.tensor([3.0, 4.0])))
-
-    result = engine.step()
-
-    moment = engine.groups[0].state["exp_avg"]
-    assert result.grad_norm == pytest.approx(5.0)  # before clipping
-    torch.testing.assert_close(moment[:2], 0.1 * torch.tensor([0.6, 0.8]))
-
-
 def test_repeated_non_finite_gradients_raise_with_advice() -> None:
-    model = Weight(1.0, torch.float32)
+    model = nn.Linear(1, 1, bias=False)
+    weight = model.weight.item()
     engine = Engine(model, settings(), total_steps=100)
 
     def step() -> None:
-        engine.backward(engine(torch.full((1,), float("nan"))))
+        engine.backward(engine(torch.full((1,), float("nan"))).sum())
         engine.step()
 
     for _ in range(20 - 1):
@@ -120,22 +97,7 @@ def test_repeated_non_finite_gradients_raise_with_advice() -> None:
     with pytest.raises(NonFiniteGradientError, match="20 steps in a row, first in root; lower the"):
         step()
 
-    assert model.weight.item() == 1.0
-
-
-def test_adapters_have_a_separate_learning_rate() -> None:
-    model = add_lora(tiny_causal_lm("llama"), LoraConfig(rank=2), task="causal", seed=0)
-    model.get_input_embeddings().weight.requires_grad_(True)
-    config = TrainedModelConfig(
-        optim=OptimConfig(lr=1e-3, schedule="constant"), lora=LoraConfig(rank=2, lr=1e-2)
-    )
-
-    engine = Engine(model, config, total_steps=1)
-
-    sizes: Counter[float] = Counter()
-    for group in engine.groups:
-        sizes[group.flat.settings.lr] += len(group.flat.params)
-    assert sizes == {1e-3: 1, 1e-2: 2 * 2 * 7}  # A and B of seven linear layers in two blocks
+    assert model.weight.item() == weight
 
 
 @pytest.mark.parametrize(("lr", "expected"), [(None, 1e-3), (3e-4, 3e-4)])

@@ -10,16 +10,16 @@ from torch import Tensor, nn
 from pipeline.config import TrainedModelConfig
 from pipeline.config.model import OffloadConfig, ZeroConfig
 from pipeline.engine.engine import Engine
-from tests.pipeline.engine.test_kernels import settings, train
-from tests.pipeline.engine.test_stages import DTYPES, build, compute_loss
+from tests.pipeline.engine.test_kernels import train
+from tests.pipeline.engine.test_stages import DTYPES, build, compute_loss, settings
 
 
 def get_kinds(engine: Engine) -> set[str]:
     return {group.masters.kind for group in engine.groups}
 
 
-def make_engine(stage: int, kernels: str = "auto", dtype: str = "bf16", **zero: Any) -> Engine:
-    return Engine(build("llama", dtype), settings(stage, kernels, **zero), total_steps=3)
+def make_engine(stage: int, **zero: Any) -> Engine:
+    return Engine(build("llama", "bf16"), settings(stage, max_norm=0.5, **zero), total_steps=3)
 
 
 @pytest.mark.parametrize("stage", range(4))
