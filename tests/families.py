@@ -114,6 +114,7 @@ SCALED: dict[str, dict[str, Any]] = {
 POPULAR: dict[str, dict[str, Any]] = {
     "qwen2": _GROUPED,
     "phi3": _GROUPED,
+    "roberta": _LLAMA,
     "gemma3_text": {**_GROUPED, "head_dim": 8, "sliding_window": WINDOW},
 }
 """More model types, for tests of a few families."""

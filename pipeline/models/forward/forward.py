@@ -306,6 +306,13 @@ def _report_full_logits(family: str, kernels: Kernels) -> None:
     logger.info("%s: all logits of a micro-batch are computed at once", reason)
 
 
+POSITIONS_AFTER_PADDING = (
+    *("camembert", "data2vec-text", "ibert", "longformer", "luke", "mpnet", "roberta"),
+    *("roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "xmod"),
+)
+"""Types of models that number positions from `pad_token_id + 1` instead of 0, as RoBERTa does."""
+
+
 def context_length(model: PreTrainedModel) -> int:
     """Return the maximum length of the model's position encoding; 2^31 if it has no limit."""
     return max_positions(model.config)
@@ -313,7 +320,10 @@ def context_length(model: PreTrainedModel) -> int:
 
 def max_positions(settings: PreTrainedConfig) -> int:
     """Return the `context_length` of a model with these settings."""
-    return getattr(settings.get_text_config(), "max_position_embeddings", None) or 2**31
+    settings = settings.get_text_config()
+    length = getattr(settings, "max_position_embeddings", None) or 2**31
+    is_offset = settings.model_type in POSITIONS_AFTER_PADDING
+    return length - cast("int", settings.pad_token_id) - 1 if is_offset else length
 
 
 def require_context(model: PreTrainedModel, batch: TokenBatch) -> None:

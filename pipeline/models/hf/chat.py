@@ -8,6 +8,7 @@ from pipeline.config import EMBEDDED, DataConfig, FrozenModelConfig, TrainedMode
 from pipeline.data.chat.chat_format import ChatFormat
 from pipeline.data.chat.resolve_format import resolve_format
 from pipeline.data.examples import Example
+from pipeline.models.forward.forward import max_positions
 from pipeline.models.hf.directory import (
     check_configuration,
     check_model_directory,
@@ -128,4 +129,4 @@ def _context_length(path: str) -> int | None:
         settings = AutoConfig.from_pretrained(path)
     except (OSError, ValueError, KeyError):  # loading the model reports the error
         return None
-    return getattr(settings.get_text_config(), "max_position_embeddings", None)
+    return max_positions(settings)

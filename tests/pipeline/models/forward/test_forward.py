@@ -142,10 +142,11 @@ def test_sequence_longer_than_the_context_raises() -> None:
     language, classifier = (make("llama") for make in (tiny_causal_lm, tiny_classifier))
     for model in (language, classifier):
         model.set_attn_implementation("ragged")
-    policy = Policy(language, kernels="off")
+    policy, stage = Policy(language, kernels="off"), StageModule(language, kernels="off")
+    encoder = tiny_classifier("roberta", max_position_embeddings=67)  # positions start at 3
     fits, too_long = (collate(random_rows((3, length))) for length in (64, 65))
 
-    for run in (policy, policy.logits, Scorer(classifier), StageModule(language, kernels="off")):
+    for run in (policy, policy.logits, Scorer(classifier), stage, Scorer(encoder)):
         run(fits)
         with pytest.raises(DataError, match="has 65 tokens, but the model's context is 64"):
             run(too_long)
