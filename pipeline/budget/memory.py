@@ -154,6 +154,8 @@ class _ModelMemory:
         shape, engine = model.shape, model.engine
         is_sharded = not model.use.comparison_only
         self.tp, self.pp = (work.parallel.tp, work.parallel.pp) if is_sharded else (1, 1)
+        if model.settings.quantize != "none":  # see `can_shard`
+            self.tp = 1
         # The first and last stages share the root's parameters.
         self.root = 1 / (2 if self.pp > 1 and not shape.is_tied else 1) / self.tp
         self.block = 1 / (self.tp * self.pp)

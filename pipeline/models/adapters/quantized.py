@@ -209,11 +209,6 @@ LinearLayer = nn.Linear | Conv1D | QuantizedLinear
 """Kinds of layers that can be tensor-parallel."""
 
 
-def weight_shape(layer: LinearLayer) -> torch.Size:
-    """Return the shape of this process's shard of a layer's weight, quantized or not."""
-    return layer.shape if isinstance(layer, QuantizedLinear) else layer.weight.shape
-
-
 def is_transposed(layer: nn.Module) -> bool:
     """Return whether a layer stores its weight as (inputs, outputs)."""
     return layer.transposed if isinstance(layer, QuantizedLinear) else isinstance(layer, Conv1D)

@@ -17,7 +17,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from pipeline.models.adapters.quantized import LinearLayer, is_transposed, weight_shape
+from pipeline.models.adapters.quantized import LinearLayer, QuantizedLinear, is_transposed
 from pipeline.parallel.group import Group
 from pipeline.parallel.shards import Shard, ShardSpec
 from pipeline.system.errors import ConfigError, require
@@ -265,13 +265,14 @@ def unwrap_lora(module: nn.Module) -> nn.Module:
 
 
 def can_shard(model: PreTrainedModel, size: int) -> bool:
-    """Return whether `size` processes can shard a model, which may be on the meta device."""
+    """Return whether `size` processes can shard a model; quantized weights can't be sharded."""
     try:
         layers = TensorShards(model, Group(0, tuple(range(size))))
         for name in layers.styles:
             layer = unwrap_lora(model.get_submodule(name))
-            assert isinstance(layer, LinearLayer)
-            layers.spec(name, "weight", weight_shape(layer))
+            if isinstance(layer, QuantizedLinear):
+                return False
+            layers.spec(name, "weight", layer.get_parameter("weight").shape)
     except ConfigError:
         return False
     return True

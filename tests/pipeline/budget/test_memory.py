@@ -125,9 +125,17 @@ def make_ppo_config(actor: str, small_model: str, **settings: Any) -> PPOConfig:
     return PPOConfig(
         actor=TrainedModelConfig(path=actor),
         critic=TrainedModelConfig(path=small_model),
-        reward=FrozenModelConfig(path=small_model),
-        **settings,
+        **{"reward": FrozenModelConfig(path=small_model), **settings},
     )
+
+
+def test_quantized_frozen_model_is_not_tensor_parallel(llama: str) -> None:
+    def weights(tp: int) -> int:
+        reward = FrozenModelConfig(path=llama, quantize="int8")
+        config = make_ppo_config(llama, llama, reward=reward, parallel=ParallelConfig(tp=tp))
+        return step_memory(config, machine=EIGHT).phases[0].bytes_by_kind("device")["weights"]
+
+    assert 2 * weights(tp=2) - weights(tp=1) >= LAYERS * BLOCK  # the reward model, in bytes
 
 
 def test_planned_memory_of_opt_ppo_matches_the_measured_one() -> None:
