@@ -278,7 +278,7 @@ def shard_model(
 ) -> None:
     """Shard a model like `shard_layers`, without checking its family; also shard `tables`."""
     shards = _list_shards(plain, group)
-    _mark_partial(plain, _find_partial_parameters(plain, shards, sequence=sequence))
+    _mark_partial(plain, shards, sequence=sequence)
     _shard_modules(plain, shards, sequence=sequence)
     _shard_tables(tables, group)
 
@@ -294,20 +294,18 @@ def shard_for_plan(model: nn.Module, size: int, *, sequence: bool) -> None:
     shard_model(plain, group, sharded_tables(plain, size), sequence=shards_tokens)
 
 
-def _find_partial_parameters(
-    plain: PreTrainedModel, shards: TensorShards, *, sequence: bool
-) -> set[str]:
-    """Return the names of replicated weights of which each process computes a partial gradient.
+def _mark_partial(plain: PreTrainedModel, shards: TensorShards, *, sequence: bool) -> None:
+    """Mark the replicated weights of which each process computes a partial gradient.
 
     These are the weights that, according to the family's plan, apply only to a process's heads; or
-    with `sequence`, all replicated weights of the blocks, which process only local tokens or heads.
+    with `sequence`, all replicated weights and adapters of the blocks, which are applied only to
+    local tokens or heads.
     """
-    names = {name.replace(".base_layer.", ".") for name, _ in plain.named_parameters()}
-    if sequence:
-        blocks, _ = get_block_list(plain)
-        return {name for name in names if name.startswith(f"{blocks}.")}
-    styles = shards.plan.styles
-    return {name for name in names if match(styles, name.rpartition(".")[0]) == PARTIAL}
+    prefix = f"{get_block_list(plain)[0]}." if sequence else ""
+    for name, param in plain.named_parameters():
+        style = match(shards.plan.styles, name.rpartition(".")[0])
+        if name.startswith(prefix) if sequence else style == PARTIAL:
+            mark_partial(param)
 
 
 def _list_shards(plain: PreTrainedModel, group: Group) -> TensorShards:
@@ -336,17 +334,6 @@ def _shard_modules(plain: PreTrainedModel, shards: TensorShards, *, sequence: bo
             fn = sum_over_group if block_runner is None else reduce_scatter_tokens
             module.register_forward_hook(_sum_hook(partial(fn, group=group), bias))
     shards.set_local_sizes()
-
-
-def _mark_partial(plain: PreTrainedModel, partial: set[str]) -> None:
-    """Mark replicated weights, and their adapters, whose gradients are summed over processes."""
-    for name, param in plain.named_parameters():
-        if name.replace(".base_layer.", ".") in partial:
-            mark_partial(param)
-    for name, module in plain.named_modules():
-        if isinstance(module, LoraLayer) and f"{name}.weight" in partial:
-            for adapter in (module.lora_A, module.lora_B):
-                mark_partial(cast("Tensor", adapter["default"].weight))
 
 
 def _shard_tables(tables: list[nn.Module], group: Group) -> None:

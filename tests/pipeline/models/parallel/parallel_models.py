@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from peft import PeftModel
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from pipeline.config import LoraConfig, TrainedModelConfig
@@ -24,13 +24,23 @@ from tests.pipeline.engine.inspection import get_gradients
 
 WITHOUT_PLAN = ("falcon", "gptj", "gpt_neo", "bloom")
 
+ONE_KEY_HEAD = {"num_key_value_heads": 1, "tie_word_embeddings": True}
+ATTENTION_PLAN = {f"layers.*.self_attn.{name}_proj": "colwise" for name in "qkv"}
+ATTENTION_PLAN["layers.*.self_attn.o_proj"] = "rowwise"
+
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     **{family: (family, {}) for family in FAMILIES if family not in WITHOUT_PLAN},
-    "llama, one key head": ("llama", {"num_key_value_heads": 1, "tie_word_embeddings": True}),
+    "llama, one key head": ("llama", ONE_KEY_HEAD),
+    "llama, replicated MLP, LoRA": (
+        "llama",
+        {**ONE_KEY_HEAD, "base_model_tp_plan": ATTENTION_PLAN},
+    ),
     "llama, large vocab": ("llama", {"vocab_size": LARGE}),
+    "gpt2, LoRA": ("gpt2", {}),
     "gpt2, large vocab, tied": ("gpt2", {"vocab_size": LARGE}),
     "gemma2, large vocab, capped": ("gemma2", {"vocab_size": LARGE, "tie_word_embeddings": False}),
 }
+"""Families and their settings; those named LoRA train adapters of all linear layers."""
 
 
 def make_batch(vocab_size: int) -> TokenBatch:
@@ -40,9 +50,9 @@ def make_batch(vocab_size: int) -> TokenBatch:
     return collate([replace(row, input_ids=ids) for row, ids in zip(rows, scaled, strict=True)])
 
 
-def add_random_adapters(model: PreTrainedModel, lora: LoraConfig) -> PeftModel:
+def add_random_adapters(model: PreTrainedModel) -> PeftModel:
     """Return the model with random adapters."""
-    trained = add_lora(model, lora, task="causal", seed=0)
+    trained = add_lora(model, LoraConfig(rank=4, alpha=8.0), task="causal", seed=0)
     generator = torch.Generator().manual_seed(0)
     for param in trained.parameters():
         if param.requires_grad:
@@ -51,20 +61,14 @@ def add_random_adapters(model: PreTrainedModel, lora: LoraConfig) -> PeftModel:
 
 
 def compute_results(
-    family: str,
-    changes: dict[str, Any],
-    mesh: Mesh | None = None,
-    *,
-    sequence: bool = True,
-    dtype: torch.dtype = torch.float32,
-    lora: LoraConfig | None = None,
+    variant: str, mesh: Mesh | None = None, *, sequence: bool = True
 ) -> dict[str, Any]:
     """Return full gradients, their norm, parameters by role, the loss and the sum of logits."""
+    family, changes = VARIANTS[variant]
     model = tiny_causal_lm(family, **changes)
-    nn.Module.to(model, dtype=dtype)
     if detect_batching(model).packed:
         model.set_attn_implementation("ragged")
-    trained = model if lora is None else add_random_adapters(model, lora)
+    trained = add_random_adapters(model) if "LoRA" in variant else model
     mesh = mesh or current_mesh()
     shard_layers(trained, mesh.tensor, sequence=sequence)
     is_large = mesh.tensor.size > 1 and model.config.vocab_size >= LARGE
