@@ -392,7 +392,7 @@ def _load(path: str, what: str, load: Callable[[], Any]) -> Any:  # noqa: ANN401
             raise
         if "trust_remote_code" in str(error):
             raise ModelError(untrusted_code_error(path)) from error
-        if local_directory(path) is None:
+        if local_directory(path) is None and cached_file(path, "config.json") is None:
             raise ModelError(
                 f"no such model: {path} is neither a local model directory nor a reachable Hub"
                 f" model ({one_line(error)})"

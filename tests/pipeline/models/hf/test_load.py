@@ -31,6 +31,19 @@ def test_rows_of_new_tokens_depend_only_on_the_seed() -> None:
     assert not torch.equal(first[-2:], other_seed[-2:])
 
 
+def test_cached_hub_model_that_fails_to_load_is_not_reported_as_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    snapshot = tmp_path / "models--owner--name" / "snapshots" / "main"
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text('{"model_type": "unknown"}')
+
+    with pytest.raises(ModelError, match=r"^the config.json of owner/name can't be loaded"):
+        load_causal_lm(FrozenModelConfig(path="owner/name"), device=CPU)
+
+
 def test_pickle_is_loaded_only_if_allowed(tmp_path: Path) -> None:
     model = tiny_causal_lm("llama")
     model.save_pretrained(tmp_path)
