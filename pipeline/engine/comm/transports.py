@@ -75,6 +75,8 @@ class SharedMemoryCollectives(GroupCollectives):
 
 def can_share_memory(group: Group) -> bool:
     """Return whether every process can map the memory of the others. A collective."""
+    if not hasattr(os, "memfd_create"):  # only Linux has it
+        return False
     token = f"{os.getpid()}-{time.time_ns()}".encode()
     fd = _create_memfd(mmap.PAGESIZE)
     os.pwrite(fd, token, 0)

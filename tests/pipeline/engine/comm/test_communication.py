@@ -7,7 +7,9 @@ import pytest
 import torch
 
 from pipeline.engine.comm.collectives import tree_sum
+from pipeline.engine.comm.transports import can_share_memory
 from pipeline.engine.engine import Engine
+from pipeline.parallel.group import SELF_GROUP
 from tests.distributed import rank, run_ranks
 from tests.pipeline.engine.test_stages import build, compute_loss, settings
 
@@ -46,6 +48,12 @@ def test_step_moves_the_weights_twice_and_at_stage_3_three_times(
         assert moved["reduce_scatter"] == total
         assert moved["all_gather"] == gathered
         assert moved["all_reduce"] < 2048  # the norm, of a few fp64 values for each vector
+
+
+def test_memory_is_not_shared_without_memfd(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr("os.memfd_create")  # as on macOS
+
+    assert not can_share_memory(SELF_GROUP)
 
 
 def test_tree_sum_adds_adjacent_tensors_first() -> None:
