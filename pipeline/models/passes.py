@@ -189,7 +189,7 @@ class StagedForwardPasses(ForwardPasses):
             self._transfers.send(stage.tied, stage.count - 1, "tied weights")
             self._transfers.wait()
         if stage.tied_copy is not None:
-            self._transfers.receive(stage.tied_copy.detach(), 0, "tied weights", updates)
+            self._transfers.receive(stage.tied_copy.detach(), 0, "tied weights")
 
 
 logger = logging.getLogger(__name__)

@@ -36,10 +36,13 @@ class Transfers:
         while self._sent and self._sent[0][0].is_completed():
             self._sent.popleft()
 
-    def receive(self, out: Tensor, source: int, kind: TransferKind, micro_batch: int) -> Tensor:
+    def receive(
+        self, out: Tensor, source: int, kind: TransferKind, micro_batch: int | None = None
+    ) -> Tensor:
         """Receive a tensor from stage `source` into `out`, and return it."""
         rank = self._stages.ranks[source]
-        with self._waiting(rank, f"{kind} of micro-batch {micro_batch}"):
+        reason = kind if micro_batch is None else f"{kind} of micro-batch {micro_batch}"
+        with self._waiting(rank, reason):
             dist.recv(out, rank, group=self._group(kind), tag=TAGS[kind])
         POSITION.transfers += 1
         return out
