@@ -48,7 +48,7 @@ class StateOffload:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that are in host memory instead of on the device."""
+        """Number of bytes that are currently offloaded to host memory."""
         return sum(copy.nbytes() for _, copy in self._offloaded)
 
     def offload(self, kinds: Collection[Kind]) -> None:
@@ -102,7 +102,7 @@ class StepResult:
     """Global L2 norm of the gradient before clipping; not finite if the step was skipped."""
 
     lr: float
-    """Learning rate of the step; with adapters, the adapters' rate rather than a new head's."""
+    """Learning rate of the step; with LoRA, that of the adapters, not of a fully trained head."""
 
     skipped: bool
     """True if the gradient was not finite and nothing was changed."""
@@ -127,9 +127,9 @@ class Engine:
 
     `name`, the same on all processes, labels its collectives: if some process uses two engines
     in a different order, the error names both. `group` defaults to `current_mesh().data`. If the
-    model is a pipeline stage or a tensor-parallel shard, the processes of `model_parallel` together
-    have the full model: they take and skip steps together, with one gradient norm. `tensor` is the
-    tensor-parallel group, and `stages` the pipeline group.
+    model is a pipeline stage or a tensor-parallel shard, `model_parallel` is the group of processes
+    that together hold the full model: they compute one gradient norm, and all take or all skip a
+    step. `tensor` is the tensor-parallel group, and `stages` the pipeline group.
     """
 
     def __init__(
@@ -168,7 +168,7 @@ class Engine:
         return_freed_memory()  # of the loaded weights, which the units have copied
         self.groups: list[TrainedParams] = [params for unit in units for params in unit.trained]
         if not self.groups:
-            raise ConfigError("the model has no trainable parameters; check lora.targets")
+            raise ConfigError("no parameter of the model is trainable; check lora.targets")
         self.disk = store_on_disk(self.groups, config, self.group.global_rank)
         self.model_parallel, self.tensor, self.stages = model_parallel, tensor, stages
         self._norm_reducer = NormReducer(model_parallel, [group.flat.unit for group in self.groups])
@@ -255,7 +255,7 @@ class Engine:
         self.state_offload.reload()
 
     def masters(self) -> Iterator[Tensor]:
-        """Iterate over this process's shard of the master weights, one vector per group.
+        """Iterate over this process's shards of the master weights, one per flat vector.
 
         Read or copy each before requesting the next: its memory may be reused.
         """
@@ -277,7 +277,7 @@ class Engine:
             yield [param for flat in unit.flats for param in flat.params.values()]
 
     def iter_groups(self) -> Iterator[TrainedParams]:
-        """Iterate over the groups, with the current group's masters and moments in memory."""
+        """Yield each trained flat vector, after reading its masters and moments if on disk."""
         if self.disk is None:
             yield from self.groups
             return

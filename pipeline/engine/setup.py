@@ -18,7 +18,7 @@ from pipeline.parallel.group import SELF_GROUP, Group
 
 
 def get_placement(config: TrainedModelConfig, device: torch.device) -> Placement:
-    """Return the device and sharding of all states of a process."""
+    """Return where a process keeps weights, gradients and optimizer states, and which it shards."""
     host = torch.device("cpu")
     offload = config.zero.offload
     return Placement(
@@ -42,7 +42,7 @@ def build_units(
     placement: Placement,
     tensor: Group = SELF_GROUP,
 ) -> list[Unit]:
-    """Lay out all parameters in flat vectors, unit by unit, the root last.
+    """Lay out a model's parameters in flat vectors, one unit after another, the root last.
 
     `tensor` is the tensor-parallel group.
     """
@@ -70,8 +70,8 @@ def group_params(
 ) -> dict[tuple[str, ParamSettings], dict[str, nn.Parameter]]:
     """Group the parameters of a unit by flat vector.
 
-    Each module outside the blocks has its own vectors, so that a pipeline stage that has some of
-    these modules lays them out and sums squared gradients as a single process does.
+    Each module outside the blocks has separate vectors, so that a pipeline stage with only some of
+    these modules has the same layout, and the same sums of squared gradients, as a single process.
     """
     groups: dict[tuple[str, ParamSettings], dict[str, nn.Parameter]] = {}
     for name, param in unit.params.items():
@@ -103,10 +103,10 @@ def store_on_disk(
 
 
 def get_settings(name: str, param: nn.Parameter, config: TrainedModelConfig) -> ParamSettings:
-    """Return the settings of a parameter, which select its vector in the unit.
+    """Return a parameter's settings; a unit's parameters with equal settings share a vector.
 
     One-dimensional parameters (biases and norms) have no weight decay. They are stored at the end
-    of the same vector, so that each unit is gathered and reduced at once.
+    of the same vector, so that a unit still needs only one collective.
     """
     dtype, role = param.dtype, get_role(param)
     if not param.requires_grad:

@@ -26,7 +26,7 @@ PAGE = 64
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionSpec:
-    """The keys that the last token of each of B sequences attends to, and the score scale."""
+    """The keys that the last token of each sequence attends to, and the scale of the scores."""
 
     lengths: Int[Tensor, " B"]
     """int32. Length of each sequence, including the new token: one past the last visible key."""

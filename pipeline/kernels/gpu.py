@@ -1,6 +1,6 @@
 """Compile CUDA kernels with NVRTC, which CUDA builds of PyTorch include, and launch them.
 
-Both use `cuda.bindings`, NVIDIA's Python bindings. Neither nvcc nor CUDA headers are needed.
+NVIDIA's Python bindings, `cuda.bindings`, are required; nvcc and CUDA headers are not.
 """
 
 import ctypes

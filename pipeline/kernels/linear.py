@@ -1,6 +1,6 @@
 """Linear layers on the CPU.
 
-The definition is `torch.nn.functional.linear`. PyTorch's BLAS libraries are optimized for many
+The kernel computes `torch.nn.functional.linear`. PyTorch's BLAS libraries are optimized for many
 rows: with one to eight rows they reach at most half of the memory bandwidth.
 """
 

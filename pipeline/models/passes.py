@@ -34,11 +34,11 @@ MAX_AHEAD = 4
 
 
 class MicroBatch(Protocol):
-    """Rows that are run together."""
+    """Sequences that share a forward and a backward pass."""
 
     @property
     def tokens(self) -> TokenBatch:
-        """The sequences of the rows."""
+        """The tokens of the sequences."""
         ...
 
 
@@ -64,9 +64,9 @@ class ForwardPasses:
     """Forward passes of a complete model."""
 
     def forward(self, batches: Iterable[B], fn: BatchFn[B]) -> list[Tensor]:
-        """Apply `fn` to each batch; only the last stage returns results.
+        """Apply `fn` to each batch; only the last stage of a pipeline returns results.
 
-        No gradients are computed within `evaluating`.
+        Use it within `evaluating` if no gradients are needed.
         """
         return [fn(batch) for batch in batches]
 
@@ -82,7 +82,7 @@ class ForwardPasses:
         return value
 
     def total(self, losses: Sequence[Tensor]) -> float:
-        """Return the sum of the results of `forward`, as a number, on every stage."""
+        """Return the sum of scalar results of `forward`, on every stage."""
         return sum(read_scalars(losses))
 
 
@@ -98,10 +98,10 @@ class PendingMicroBatch:
 
 
 class StagedForwardPasses(ForwardPasses):
-    """Forward passes of a pipeline stage, in step with the other stages.
+    """Forward passes of a pipeline stage, coordinated with those of the other stages.
 
-    A weight tied between the first and last stage is trained on the first; the last stage has a
-    copy that is kept up to date. `stages` are the processes of the pipeline.
+    If the output layer is tied to the embedding, the weight is trained on the first stage; the last
+    has a copy that is updated before forward passes. `stages` are the pipeline's processes.
     """
 
     def __init__(self, engine: Engine | FrozenEngine, stage: PipelineStage, stages: Group) -> None:
@@ -180,7 +180,7 @@ class StagedForwardPasses(ForwardPasses):
         return []
 
     def _sync_tied_weight(self) -> None:
-        """Update the last stage's copy of a tied weight if the weights have changed since."""
+        """Update the last stage's copy of a tied weight if the weight has changed."""
         stage, updates = self._stage, self._engine.updates
         if self._synced_at == updates:
             return
@@ -218,10 +218,10 @@ class Passes(ForwardPasses):
 
 
 class StagedPasses(StagedForwardPasses, Passes):
-    """Forward and backward passes of a pipeline stage, in step with the other stages.
+    """Forward and backward passes of a pipeline stage, coordinated with those of other stages.
 
-    The last stage sends each micro-batch's gradient of its copy of a tied weight to the first,
-    where autograd adds it to the embedding's, as in a single process.
+    For each micro-batch, the last stage sends the gradient of its copy of a tied weight to the
+    first stage, where autograd adds it to the embedding's, as in a single process.
     """
 
     def __init__(self, engine: Engine, stage: PipelineStage, stages: Group) -> None:
@@ -253,7 +253,7 @@ class StagedPasses(StagedForwardPasses, Passes):
         return losses
 
     def metrics(self) -> dict[str, float]:
-        """Return `bubble`, the average fraction of the passes' time that a stage was idle."""
+        """Return `bubble`, the fraction of the passes' time that stages spent waiting."""
         wait_seconds, seconds = self._stages.sums([self._transfers.wait_seconds, self._seconds])
         return {"bubble": wait_seconds / max(seconds, 1e-9)}
 
@@ -295,15 +295,15 @@ def make_stage_module(
     kernels: Kernels,
     wrap_stage: Callable[[StageModule], nn.Module] | None = None,
 ) -> tuple[nn.Module, PipelineStage]:
-    """Return the module for this process's engine, and its stage; remove other stages from `model`.
+    """Reduce `model` to this process's stage; return the module for its engine, and the stage.
 
     Args:
         model: the Hugging Face model.
         stages: the processes of the pipeline.
         wrap_model: wraps a model with its head for the engine.
         kernels: the `kernels` setting for a stage without the head.
-        wrap_stage: wraps a stage without the head for the engine; required if its parameters would
-            otherwise have different names from those of `wrap_model`.
+        wrap_stage: wraps a stage without the head for the engine; required if `wrap_model` changes
+            the names of parameters, so that they are the same on all stages.
 
     Raises:
         ConfigError: the model has fewer blocks than stages.
@@ -329,7 +329,7 @@ def make_policy(
     seed: int,
     name: str,
 ) -> tuple[nn.Module, Passes]:
-    """Load a language model for training, or this process's stage of it, with its engine.
+    """Load a language model to train, or this process's part of it, and create its engine.
 
     Raises:
         ConfigError: the model can't be split as the settings require.
@@ -361,7 +361,7 @@ def make_passes(
     name: str,
     wrap_stage: Callable[[StageModule], nn.Module] | None = None,
 ) -> Passes:
-    """Return the passes of a model to train, or of this process's part of it, with an engine.
+    """Create an engine for a model to train, or this process's part of it, and its passes.
 
     See `make_stage_module` for `wrap_model` and `wrap_stage`.
 
@@ -397,7 +397,7 @@ def make_frozen_passes(
     *,
     name: str,
 ) -> tuple[FrozenEngine, ForwardPasses]:
-    """Return an engine for a frozen model, with the settings of a trained one, and its passes.
+    """Create an engine for a frozen model, with the settings of a trained one, and its passes.
 
     The model is sharded like the trained models or, if that is not possible (for an encoder, for
     example), replicated on each process. `wrap_model` is the same as in `make_stage_module`.
@@ -445,7 +445,7 @@ class StagedScorer(Scorer):
 
 
 def get_scorer(passes: Passes, model: nn.Module) -> Scorer:
-    """Return the scorer for evaluations: the one being trained, or one that runs all its stages."""
+    """Return a scorer for evaluations: the trained module, or one that runs all its stages."""
     if isinstance(passes, StagedPasses):
         return StagedScorer(passes, model)
     assert isinstance(passes.engine.model, Scorer)

@@ -35,7 +35,7 @@ def prepare_causal_lm(
 ) -> nn.Module:
     """Load the causal language model that a step trains, with adapters if the settings have them.
 
-    Its weights stay on the CPU until an engine takes its shard (`load_causal_lm`).
+    Its weights stay on the CPU until an engine moves its shard to the device.
 
     Raises:
         ConfigError: LoRA would leave new rows of the embeddings untrained.

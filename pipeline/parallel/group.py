@@ -82,7 +82,7 @@ class Group:
     def gather_objects(self, value: T) -> list[T]:
         """Return the values of all processes, in rank order, on every process.
 
-        Meant for small values, which are pickled.
+        The values are pickled, so they should be small.
         """
         if self.process_group is None:
             return [value]

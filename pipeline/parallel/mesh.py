@@ -1,8 +1,8 @@
 """The mesh of processes: the only module that maps ranks.
 
-Functions call `current_mesh()`; objects that outlive a call are passed their group. `mesh.world` is
-for all processes that train: files, logs, barriers. `mesh.data` is for one model: its shards, its
-batch, sums over the batch. `split_mesh` divides the processes once per job.
+Functions call `current_mesh()`; objects that outlive a call are passed their group. `mesh.world`,
+which contains all training processes, is used for files, logs and barriers; `mesh.data` for the
+shards of a model and for sums over its batch. `split_mesh` divides the processes once per job.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -28,13 +28,13 @@ CONNECTIONS_PER_SECOND = 64
 
 @dataclass(frozen=True)
 class RolloutGroups:
-    """Groups that connect the processes that train with those that only generate."""
+    """Groups of training processes and processes that only generate."""
 
     job: Group
     """All processes of the job; the last ones generate."""
 
     weights: Group
-    """The first training process and those that generate; each other process is alone."""
+    """The first training process and those that generate; other processes have a group of one."""
 
     generates: bool
     """Whether this process only generates."""
@@ -45,7 +45,7 @@ class Mesh:
     """The processes of a job along each axis."""
 
     world: Group
-    """All processes of the job, or those that train if others only generate (and vice versa)."""
+    """All processes of the job; if some only generate, those of the same kind as this one."""
 
     data: Group
     """Processes that train the same model, each on its share of a batch; they shard its states, all

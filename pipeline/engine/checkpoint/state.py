@@ -31,7 +31,7 @@ ReadInto = Callable[[int, Tensor], None]
 
 
 def shard_columns(param_shard: ParamShard) -> Iterator[tuple[Columns, Columns, bool]]:
-    """Yield each shard's columns here and in the full parameter, and whether it is saved here."""
+    """Yield the columns of each range, in the shard and in the full parameter; True if saved."""
     spec, inner, shape = param_shard.spec, param_shard.inner, param_shard.full_shape
     local_stride, stride = spec.shape(shape)[spec.dim] * inner, shape[spec.dim] * inner
     for shard, begin in spec.with_offsets():

@@ -315,7 +315,7 @@ def write_file(path: Path, fragments: Sequence[Fragment]) -> StoredFile:
 
 
 def _copy(tensor: Tensor) -> Tensor:
-    """Copy to host memory that is returned to the system when freed, unlike malloc's."""
+    """Copy to host memory that is returned to the system when freed, unlike that of malloc."""
     if not tensor.numel():
         return torch.empty(0, dtype=tensor.dtype)
     memory = mmap.mmap(-1, tensor.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

@@ -198,7 +198,7 @@ class GroupCollectives(Collectives):
 
 @dataclass(frozen=True)
 class GroupWork:
-    """A collective of a group of processes, which wait for each other."""
+    """A pending collective that reports to the watchdog which processes it waits for."""
 
     work: Work
     group: Group

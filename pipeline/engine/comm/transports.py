@@ -111,7 +111,7 @@ def _create_memfd(num_bytes: int) -> int:
 
 
 class CollectivesOverCopies(Collectives):
-    """Collectives within a model copy, and sums over all copies. Its creation is a collective."""
+    """Gathers within a copy of the model, and sums over all copies."""
 
     def __init__(self, device: torch.device, within: Collectives, across: Collectives) -> None:
         super().__init__(device, within.owner, within.group)
@@ -162,7 +162,7 @@ _NAME_COUNTS = Counter[str]()
 def make_collectives(
     device: torch.device, zero: ZeroConfig, group: Group, *, name: str
 ) -> Collectives:
-    """Create the fastest collectives for the processes of a group. A collective itself.
+    """Choose the fastest transport between a group's processes. This is a collective operation.
 
     A second engine with the same name gets a number, so that names are unique.
 

@@ -38,7 +38,7 @@ so the order of addition is the same for any number of threads."""
 class RunningSum:
     """A running sum over micro-batches: ((g1 + g2) + g3) + ...
 
-    Its memory is allocated from the first gradient of a step to the end of the step. With `copies`
+    Its memory is allocated by the first gradient of a step and freed after the step. With `copies`
     the sum is in host memory and the gradients are on a GPU, which adds them on a side stream
     without blocking host or GPU: the sum is copied to the GPU and back, one chunk at a time.
     """
@@ -271,7 +271,7 @@ def chunk_squares(shard: Float[Tensor, " k"], comm: Collectives) -> Float[Tensor
 
 
 class NormReducer:
-    """Combines sums of squares of vectors on different processes. Its creation is a collective."""
+    """Combines the processes' sums of squared gradients. Creating it is a collective operation."""
 
     def __init__(self, group: Group, units: Sequence[str]) -> None:
         self._group = group
@@ -282,7 +282,7 @@ class NormReducer:
         self._num_local = len(units)
 
     def reduce(self, squares: Sequence[float]) -> Sequence[float]:
-        """Return the values of the vectors of all processes; `squares` has those of this process.
+        """Concatenate the sums of all processes' vectors; `squares` has those of this process.
 
         Each value is nonzero on one process only, so the all-reduce is exact.
         """
@@ -310,10 +310,10 @@ class LossScaler:
     """Dynamic loss scale, against underflow of fp16 gradients (Micikevicius et al. 2018, 3.2).
 
     A step whose gradients overflow is skipped and costs one of `hysteresis` tokens; when only one
-    is left, every overflow halves the scale. After a good step, every further `loss_scale_window`
-    good steps in a row double the scale and refill the tokens. If not `enabled`, the scale stays 1,
-    and a static scale is constant; the engine still skips non-finite steps. This is equivalent to
-    DeepSpeed's `DynamicLossScaler`.
+    is left, every overflow halves the scale. Every `loss_scale_window` good steps in a row, not
+    counting the first, double the scale and refill the tokens. If not `enabled`, the scale is 1; a
+    static scale never changes. In all cases the engine skips steps with non-finite gradients. This
+    is equivalent to DeepSpeed's `DynamicLossScaler`.
     """
 
     enabled: bool

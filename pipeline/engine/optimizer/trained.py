@@ -87,7 +87,7 @@ class Masters:
 
     @contextmanager
     def modify(self) -> Iterator[Float[Tensor, " n"]]:
-        """Provide the masters as one vector to modify in place; separate weights do not change."""
+        """Provide the masters as one vector to modify in place; separate weights don't change."""
         masters = self.fp32()
         yield masters
         if self.low_bits is not None:
@@ -113,7 +113,7 @@ class Masters:
         return copy
 
     def allocate_rounded(self) -> Tensor | None:
-        """Return the tensor to round to: the weights, or a buffer if they are elsewhere.
+        """Return the tensor for the rounded masters: the weights, or a buffer to copy to them.
 
         Return None if there is nothing to round.
         """
@@ -233,7 +233,7 @@ class TrainedParams:
         ]
 
     def norm_gradient(self) -> Float[Tensor, " n"]:
-        """Return the gradient's shard, zeroed where another process adds it to the norm."""
+        """Return the gradient's shard, with zeros for elements that another process counts."""
         role, ranges = self.flat.settings.role, self._param_ranges()
         gradient = self._gradient()
         if self.tensor.size > 1 and role in ("partial", "overlapping"):
@@ -242,7 +242,7 @@ class TrainedParams:
 
     @property
     def steps_in_place(self) -> bool:
-        """True if a step needs no memory beyond the vectors, so that several may be prepared."""
+        """True if a step allocates no memory, so that several vectors can be updated at once."""
         placement = self.flat.placement
         return (
             placement.device == placement.gradient_device == placement.optimizer_device

@@ -187,7 +187,7 @@ class StreamedState:
         self._wait(group)
 
     def stream(self, order: Sequence[int]) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
-        """Iterate over different groups in `order`, with their tensors in the order of `names`.
+        """Yield each group in `order`, without repetition, and its tensors, ordered as `names`.
 
         In-place changes to the tensors are saved; their memory is reused by the group after the
         next. If the loop's body raises or breaks, the current group is unchanged.

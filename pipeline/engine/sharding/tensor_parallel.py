@@ -63,7 +63,7 @@ class ParamShard:
         return full
 
     def shared_elements(self) -> Iterator[tuple[slice, list[int], bool]]:
-        """Yield the shard's shared ranges, the ranks that share each, and whether ours is first."""
+        """Yield ranges that other processes also have, their ranks, and whether ours is first."""
         assert self.spec.dim == 0
         inner = self.inner
         for shard, begin in self.spec.with_offsets():
@@ -74,10 +74,9 @@ class ParamShard:
 
 
 def replace_by_shard(layer: nn.Module, leaf: str, shard: ParamShard) -> None:
-    """Replace a layer's parameter with this process's shard; a flat one stays flat."""
+    """Replace a layer's parameter with this process's shard."""
     param = layer.get_parameter(leaf)
-    local = shard.spec.extract(param.detach().view(shard.full_shape))
-    local = local.clone(memory_format=torch.contiguous_format)
+    local = shard.spec.extract(param.detach()).clone(memory_format=torch.contiguous_format)
     replacement = nn.Parameter(local, param.requires_grad)
     mark_sharded(replacement, shard)
     setattr(layer, leaf, replacement)
@@ -140,7 +139,7 @@ def reduce_gradient(
 def mask_duplicates(
     gradient: Float[Tensor, " n"], role: Role, group: Group, ranges: list[ParamRange]
 ) -> Float[Tensor, " n"]:
-    """Return the gradient, zeroed where another process adds it to the norm."""
+    """Return the gradient, with zeros for elements that another process adds to the norm."""
     if group.size == 1 or role == "sharded":
         return gradient
     if role in ("replicated", "partial"):
@@ -153,7 +152,7 @@ def mask_duplicates(
 
 
 def _shared_ranges(ranges: list[ParamRange]) -> Iterator[tuple[slice, list[int], bool]]:
-    """Yield the ranges of a vector that other processes also have, like `shared_elements`."""
+    """Apply `ParamShard.shared_elements` to a vector that contains these parts of parameters."""
     for param, first, span in ranges:
         shard = get_shard(param)
         assert shard is not None

@@ -206,7 +206,7 @@ def quantized_linear(
 
 
 LinearLayer = nn.Linear | Conv1D | QuantizedLinear
-"""Kinds of layers that can be tensor-parallel."""
+"""Kinds of linear layers, quantized or not."""
 
 
 def is_transposed(layer: nn.Module) -> bool:

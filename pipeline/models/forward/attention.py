@@ -55,7 +55,7 @@ def supports_varlen(query: Tensor, key: Tensor, value: Tensor, *, dropout: float
 
 
 class Keys(NamedTuple):
-    """The keys that sequences attend to, if some attend to more than their own."""
+    """The keys of each sequence, if some sequences continue others and attend to them."""
 
     index: Int[Tensor, " M"]
     """Index of each key in the row, sequence by sequence."""
@@ -221,7 +221,7 @@ MAX_PADDING = 1.3
 
 @runtime_checkable
 class Layout(Protocol):
-    """Order of the tokens of a forward pass, and the keys that each one attends to."""
+    """Arrangement of the tokens of a forward pass, and the keys that each one attends to."""
 
     def attend(
         self,
@@ -262,7 +262,7 @@ class Padded:
 class Ragged:
     """Layout of sequences that are concatenated in one row.
 
-    `kernels` says whether to use `varlen_attn`; `continues` is as in `TokenBatch`.
+    `varlen_attn` is used unless `kernels` is off; `continues` is the same as in `TokenBatch`.
     """
 
     def __init__(

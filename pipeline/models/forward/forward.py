@@ -1,6 +1,6 @@
 """Runs a Hugging Face model over a `TokenBatch`, with per-token results and without padding.
 
-The engine trains these wrappers of the user's unchanged model. Dimension names: N tokens, K
+`Policy` and `Scorer` wrap the user's unchanged model for the engine. Dimension names: N tokens, K
 targets, B sequences of T tokens, V vocabulary, C labels, d hidden size.
 """
 
@@ -238,7 +238,7 @@ class Scorer(nn.Module):
 
 
 def pooled_logits(classifier: PreTrainedModel, inputs: dict[str, Tensor]) -> Float[Tensor, "B T C"]:
-    """Return the outputs of an encoder, the same at each token of a sequence."""
+    """Return the outputs of an encoder, repeated for each token of a sequence."""
     logits: Tensor = classifier(**inputs).logits.float()
     return logits[:, None].expand(-1, inputs["input_ids"].shape[1], -1)
 
@@ -394,7 +394,7 @@ def run_padded(
 
 
 def cache_name(model: nn.Module) -> Literal["cache", "past_key_values"]:
-    """Return the name of the cache in the parameters and the result of a model's forward pass.
+    """Return the name of the cache as an argument, and in the output, of a model's forward pass.
 
     Before transformers 5.24 it was past_key_values in all families.
     """

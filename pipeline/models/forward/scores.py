@@ -18,7 +18,7 @@ from pipeline.system.errors import ModelError
 def expected_value(
     logits: Float[Tensor, "N C"], classifier: PreTrainedModel
 ) -> Float[Tensor, " N"]:
-    """Return the only output, or the expected value of several labels, using config.json's values.
+    """Return the single output, or the expected value over labels with values in config.json.
 
     Raises:
         ModelError: there are several labels without values.
@@ -61,7 +61,7 @@ STEPS = "steps"
 
 
 def separator_ids(tokenizer: PreTrainedTokenizerBase, separator: str) -> list[int]:
-    """Return the tokens that end with the separator, possibly followed by spaces."""
+    """Return the tokens whose text ends with the separator, ignoring trailing whitespace."""
     vocab_size = len(tokenizer)
     texts = tokenizer.batch_decode([[token] for token in range(vocab_size)])
     ends = [token for token, text in enumerate(texts) if _ends_with_separator(text, separator)]
@@ -77,7 +77,7 @@ def _ends_with_separator(text: str, separator: str) -> bool:
 def step_ends(batch: TokenBatch, separators: Collection[int]) -> list[list[int]]:
     """Return, for each sequence, the batch indices at which its last response's steps end.
 
-    The response is the last run of tokens in the loss. A sequence without such tokens has one step.
+    The response is the last run of target tokens. A sequence without targets has one step.
     """
     tokens, targets = batch.input_ids.tolist(), set(batch.targets.tolist())
     ends_by_sequence: list[list[int]] = []

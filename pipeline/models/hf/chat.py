@@ -21,12 +21,12 @@ from pipeline.system.errors import ConfigError, DataError, ModelError
 def load_chat(config: FrozenModelConfig, data: DataConfig) -> ChatFormat:
     """Load the chat format `data.format`, and add its tokens and template to the tokenizer.
 
-    Saving the tokenizer saves the template, so that chats use the one from training, including its
-    arguments (`data.template_args`) and date.
+    The template is saved with the tokenizer, so that chats use the template of training, including
+    its arguments (`data.template_args`) and date.
 
     Raises:
-        ConfigError: the format adds tokens, and LoRA would leave their embeddings (new random rows,
-            or unused rows of a padded table) untrained.
+        ConfigError: the format adds tokens, and LoRA would not train their embeddings (new random
+            rows, or unused rows of a padded table).
     """
     tokenizer = load_tokenizer(config)
     num_tokens = len(tokenizer)
@@ -53,7 +53,7 @@ def decode_response(
 def same_chat_format(
     tokenizer: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase, path: str
 ) -> bool:
-    """Return whether a reward model accepts the actor's tokens; otherwise it is given text.
+    """Return whether a reward model can read the actor's tokens; otherwise it must read text.
 
     Raises:
         ModelError: the reward model has a different tokenizer and no chat template for text.
@@ -98,7 +98,7 @@ def require_same_chat(
 
 
 def check_ready(path: str, examples: Iterable[Example] = (), *, reward_model: bool = False) -> None:
-    """Reject a model whose files, tokenizer or chat template is clearly unusable.
+    """Reject a model whose files, tokenizer or chat template can't be used.
 
     Of a model on the Hub, only the tokenizer is read. `examples` have prompts for the model.
 

@@ -25,7 +25,7 @@ TOKENIZER = "tokenizer"
 
 
 def describe_model(module: nn.Module) -> dict[str, Any] | None:
-    """Describe the Hugging Face model inside `module`, if any, in JSON types, for rebuilding it."""
+    """Describe the Hugging Face model inside `module`, if any, in JSON types for `consolidate`."""
     for prefix, model in module.named_modules():
         if isinstance(model, PeftModel | PreTrainedModel):
             plain = base_model(model)

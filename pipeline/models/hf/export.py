@@ -44,7 +44,7 @@ NamedTensors = Iterable[tuple[str, Tensor]]
 
 
 def can_stream(model: PreTrainedModel) -> bool:
-    """Return whether each tensor in the family's files comes from a single parameter."""
+    """Return whether each tensor in a family's files is computed from a single parameter."""
     return not any(
         isinstance(step, WeightConverter) and len(step.target_patterns) > 1
         for step in get_model_conversion_mapping(model, add_legacy=False)
@@ -66,7 +66,7 @@ def stream_export(
 ) -> None:
     """Write full tensors as `model.safetensors`, or as shards and their index.
 
-    Memory is needed for at most one shard's tensors, as copies on the CPU, and the one that `named`
+    At most one shard's tensors are in memory, as copies on the CPU, besides the one that `named`
     yields, which may be freed or overwritten in the next iteration. The directory's weights are
     replaced at the end, when the new ones are on disk; if the process is killed or power fails, the
     directory contains the old ones, the new ones or none, but never a mixture.
@@ -177,9 +177,9 @@ def export(
     *,
     weights: GathersUnits | None = None,
 ) -> None:
-    """Write config, safetensors and tokenizer into `directory`; each file is replaced atomically.
+    """Write config, safetensors and tokenizer to `directory`; each file is replaced atomically.
 
-    When the call returns, they are on disk, with this user's default permissions.
+    When the call returns, the files are on disk, with this user's default permissions.
 
     With LoRA the directory has the merged model, and `adapter/` the adapter in peft's format. The
     trained model is not modified. A collective: the main process writes, and no process returns
@@ -208,7 +208,7 @@ def export(
             )
     elif mesh.data.rank == 0 and mesh.tensor.rank == 0:  # the first process of another stage
         send_tensors(chain(exported, adapter.items()), mesh.stages, to=0)  # fills adapter
-    else:  # take part in the collectives of the others
+    else:  # join the collectives of the other processes
         for _ in exported if mesh.data.rank == 0 else named:
             pass
     mesh.world.barrier()

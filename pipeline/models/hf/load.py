@@ -45,7 +45,7 @@ from pipeline.system.installation import TRAIN
 
 @contextmanager
 def suppress_transformers_warnings() -> Iterator[None]:
-    """Suppress transformers' tables and warnings; important ones are logged in our own words."""
+    """Suppress the tables and warnings of `transformers`; this module reports important ones."""
     verbosity = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()
     try:
@@ -77,7 +77,7 @@ def model_path(config: FrozenModelConfig) -> str:
 
 
 def load_tokenizer(config: FrozenModelConfig) -> PreTrainedTokenizerBase:
-    """Load the model's tokenizer; without a padding token, it pads with the end-of-sequence token.
+    """Load the model's tokenizer; if it has no padding token, use the end-of-sequence token.
 
     Masks are computed from lengths, so the choice of padding token doesn't matter.
     """
@@ -183,7 +183,7 @@ def load_classifier(
 def init_layers(model: PreTrainedModel, names: Collection[str], *, seed: int) -> None:
     """Draw the weights in `names` from N(0, 1 / (d + 1)), where d is the layer's input size.
 
-    See Stiennon et al. 2020, appendix B. Biases are 0. The weights are the same on every process.
+    See Stiennon et al. 2020, appendix B. Biases are set to 0. All processes draw the same weights.
     """
     for name in sorted(names):
         layer, _, leaf = name.rpartition(".")
@@ -226,7 +226,7 @@ def tokens_without_rows(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBa
 def add_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, seed: int) -> None:
     """Add embedding rows for the tokenizer's tokens that lack one; no row is ever removed.
 
-    New rows are drawn from `seed`, the same on every process and for every copy of the model.
+    New rows are drawn from `seed`, so they are the same on all processes and in all copies.
     """
     if tokens_without_rows(model, tokenizer):
         with torch.random.fork_rng():
@@ -374,7 +374,7 @@ def _require_weights(path: str, missing: Collection[str]) -> None:
 
 
 def _load(path: str, what: str, load: Callable[[], Any]) -> Any:  # noqa: ANN401
-    """Call `load`, and report a failure to load the `what` of `path` in one sentence."""
+    """Call `load`; if it fails, raise a ModelError that names `path` and `what` failed to load."""
     if local_directory(path) is None and cached_file(path, "config.json") is None:
         message = f"no such model: {path} is neither a local model directory nor in the Hub's cache"
         require_reachable(message, ModelError, alternative="a directory")

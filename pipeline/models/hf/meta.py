@@ -47,14 +47,14 @@ def build_on_meta(build: Callable[[], ModelT]) -> ModelT:
 
 
 def iter_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Parameter]]:
-    """Yield each use of a parameter: its full name, module, local name, and the parameter."""
+    """Yield each use of a parameter: its full name, its module, its name there, the parameter."""
     for prefix, module in list(model.named_modules()):
         for leaf, param in list(module.named_parameters(recurse=False, remove_duplicate=False)):
             yield f"{prefix}.{leaf}" if prefix else leaf, module, leaf, param
 
 
 def load_on_meta(config: FrozenModelConfig, *, task: Task, device: torch.device) -> nn.Module:
-    """Build the model of a step with its adapters, on the meta device instead of `device`.
+    """Build a model with its adapters on the meta device, as it would be loaded on `device`.
 
     Only its configuration is read, or taken from `KNOWN_CONFIGS` if that contains the name and no
     such path exists. The model has no dropout, and no embedding rows for tokens of a chat format.

@@ -25,12 +25,13 @@ from pipeline.system.errors import ConfigError, require
 
 @dataclass(frozen=True)
 class FamilyPlan:
-    """A family's plan: the sharding style of each layer, and the attributes to change."""
+    """How the layers of a model family are sharded."""
 
     styles: Mapping[str, str]
+    """Sharding style of each layer, by a pattern of its name."""
 
     counts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Attributes that count heads or their elements, which are divided by the group size."""
+    """Attributes with numbers of heads or their elements, to be divided by the group size."""
 
 
 _PLANS: Mapping[str, FamilyPlan] = {
@@ -56,7 +57,7 @@ _PLANS: Mapping[str, FamilyPlan] = {
 
 
 REPLICATED = ("replicate", "embedding")
-"""Prefixes of the styles of modules that are not sharded here, such as embedding tables."""
+"""Prefixes of styles that are not applied here; embeddings are sharded in `vocab_parallel`."""
 
 KV_MODULES = ("k_proj", "v_proj")
 """Name suffixes of modules that compute keys or values."""
@@ -186,7 +187,7 @@ class TensorShards:
     def spec(
         self, owner: str, leaf: str, shape: torch.Size, *, rank: int | None = None
     ) -> ShardSpec | None:
-        """Return a process's shard of a weight of this full shape; None if it has the full weight.
+        """Return a process's shard of a weight with this full shape; None if it isn't sharded.
 
         `owner` may be a matrix of an adapter: B is sharded like the outputs, A like the inputs.
         `rank` is the process's rank in the group; the default is this process.

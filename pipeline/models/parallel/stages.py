@@ -54,7 +54,7 @@ class PassThrough(nn.Module):
         return (hidden,) if self.as_tuple else hidden
 
     def hidden(self, hidden_states: Tensor) -> Tensor:
-        """Return the hidden states to output."""
+        """Return the hidden states that replace the block's output."""
         return hidden_states
 
 
@@ -112,13 +112,13 @@ class StageModule(nn.Module):
 
 @dataclass(frozen=True)
 class PipelineStage:
-    """A process's stage of a model, and its boundaries with the other stages."""
+    """A process's stage of a model, and the tensors that it exchanges with other stages."""
 
     number: int = 0
     count: int = 1
 
     stage_input: StageInput | None = None
-    """Destination of received hidden states; None on the first stage."""
+    """The module that receives the previous stage's output; None on the first stage."""
 
     tied: Tensor | None = None
     """The first stage's embedding weight, which is tied to the last stage's output layer."""
@@ -161,7 +161,7 @@ def build_stage(model: nn.Module, *, number: int, blocks: Sequence[int]) -> Pipe
 
 
 def balance_blocks(model: nn.Module, stages: int) -> list[int]:
-    """Return the number of blocks for each stage, balanced by time.
+    """Return the number of blocks of each stage, chosen so that stages take about equally long.
 
     The time of a block, or of the output layer, is assumed to be proportional to its number of
     weights, quantized or not.
@@ -210,7 +210,7 @@ class ModuleOrder:
 
 @functools.cache
 def find_module_order(family: Family) -> ModuleOrder:
-    """Return the modules before and after the blocks, as found by running a small copy.
+    """Run a small copy of a family to find the modules before and after its blocks.
 
     Raises:
         ModelError: the order can't be determined.

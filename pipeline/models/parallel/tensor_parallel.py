@@ -1,4 +1,4 @@
-"""Tensor parallelism in training: this process has a shard of each layer of a model.
+"""Tensor-parallel training: each process has a shard of every layer of a model.
 
 The user's model runs unmodified on the process's heads and widths. The input of a column-parallel
 layer (sharded by outputs) passes through `copy_to_group`, once for all layers with the same input,
@@ -85,8 +85,8 @@ class SequenceParallel:
     def gather_input(self, name: str) -> None:
         """Gather the tokens of all processes as the input of a column-parallel layer.
 
-        They are gathered for the layer's parent module, whose code may use the row's length; the
-        block itself continues with this process's tokens.
+        They are gathered before the layer's parent module, because its code may use the number of
+        tokens; the rest of the block has only this process's tokens.
         """
         owner = name.rpartition(".")[0]
         target = name if owner.rpartition(".")[0] == self._list else owner
@@ -168,13 +168,13 @@ TOLERANCE = 1e-3
 """Maximum relative difference in fp32; it would be about 1 if an all-reduce were missing."""
 
 NOISE = 1e-6
-"""Fraction of the gradient's norm that may be rounding error, as for key biases."""
+"""Rounding error, relative to the full gradient's norm; key biases have no other gradient."""
 
 
 def find_mismatch(
     model: PreTrainedModel, group: Group, *, shards_tables: bool, sequence: bool
 ) -> str | None:
-    """Return the reason why models of this family can't be trained sharded; None if they can.
+    """Compare a small sharded model of a family with a full one; return a reason to reject it.
 
     A collective of the group, with the same result on all processes. `model` is a full one;
     `shards_tables` and `sequence` say whether embedding and output layer, and hidden states, are
@@ -224,13 +224,13 @@ def _is_close(actual: Tensor, expected: Tensor, noise: Tensor | float = 0.0) -> 
 SETTING = "parallel.tp"
 
 PARTIAL = "replicated_with_grad_allreduce"
-"""Entry in `transformers` plans for replicated weights used with a process's heads only."""
+"""Style in the plans of `transformers` of replicated weights that apply to local heads only."""
 
 
 def shard_layers(model: nn.Module, group: Group, *, sequence: bool) -> None:
     """Keep only this process's shard of each layer of a model. A collective.
 
-    Parameters keep their names. Of weights that are not loaded yet, only the shards are read. With
+    Parameters keep their names. If weights are memory-mapped, only the shards are read. With
     `sequence`, hidden states between layers are sharded by tokens if the family allows it.
 
     Raises:
@@ -259,9 +259,9 @@ def shard_layers(model: nn.Module, group: Group, *, sequence: bool) -> None:
 
 
 def shard_if_possible(model: PreTrainedModel, group: Group, *, sequence: bool) -> None:
-    """Apply `shard_layers` to a frozen model, or leave it complete if it can't be sharded.
+    """Apply `shard_layers` to a frozen model, or leave it unchanged if it can't be sharded.
 
-    Its family may differ from the trained model's: it may be an encoder without a plan.
+    It may be quantized, or an encoder without a plan, unlike the trained model.
     """
     if can_shard(model, group.size):
         shard_layers(model, group, sequence=sequence)
@@ -276,7 +276,7 @@ def shard_if_possible(model: PreTrainedModel, group: Group, *, sequence: bool) -
 def shard_model(
     plain: PreTrainedModel, group: Group, tables: list[nn.Module], *, sequence: bool
 ) -> None:
-    """Shard a model like `shard_layers`, without checking its family; also shard `tables`."""
+    """Shard the layers of a model, and its `tables`, without the checks of `shard_layers`."""
     shards = _list_shards(plain, group)
     _mark_partial(plain, shards, sequence=sequence)
     _shard_modules(plain, shards, sequence=sequence)
@@ -284,7 +284,7 @@ def shard_model(
 
 
 def shard_for_plan(model: nn.Module, size: int, *, sequence: bool) -> None:
-    """Keep one process's shard of each layer of a model on the meta device.
+    """Shard a model on the meta device over `size` processes, to check that it is possible.
 
     Raises:
         ConfigError: the layers of the model can't be sharded this way.
@@ -354,9 +354,10 @@ def _shard_tables(tables: list[nn.Module], group: Group) -> None:
 
 
 def _shard_layer(shards: TensorShards, name: str, module: nn.Module) -> nn.Module | None:
-    """Keep this process's shard of a layer and its adapter; return the layer if it omits its bias.
+    """Keep this process's shard of a layer and its adapter.
 
-    A row-parallel layer no longer adds its bias: it must be added once, after the sum.
+    A row-parallel layer no longer adds its bias, which must be added once, after the sum over
+    processes: the layer is returned if it has one.
     """
     layer = cast("LinearLayer", unwrap_lora(module))
     is_colwise = STYLES[shards.styles[name]].is_colwise
@@ -427,7 +428,7 @@ class _SharedInput:
 
 
 def _sum_hook(fn: Callable[[Tensor], Tensor], biased: nn.Module | None) -> Callable[..., Tensor]:
-    """Return a hook that sums the outputs of a layer, and adds its bias once."""
+    """Return a hook that sums a layer's outputs by `fn`, then adds the bias of `biased`."""
 
     def hook(_module: nn.Module, _args: object, output: Tensor) -> Tensor:
         summed = fn(output)
