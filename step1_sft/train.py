@@ -11,11 +11,15 @@ if __name__ == "__main__":
     prepare_imports(SFTConfig)
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
+
+from torch import Tensor
 
 from evaluation.evaluate import TaskEvaluations
 from inference.hybrid_engine import HybridEngine
 from pipeline.cli.options import run_main
+from pipeline.data.batches import TokenBatch
 from pipeline.data.examples import Encoded
 from pipeline.models.hf.export import set_stop_tokens
 from pipeline.models.passes import make_policy
@@ -36,6 +40,7 @@ from pipeline.run.training import (
 )
 from pipeline.system.torch_process import seed_generators
 from step1_sft.batches import encode, make_fit_check, split_rows
+from step1_sft.distillation import distillation_loss
 
 SFTTraining = Training[SFTConfig, Encoded, Rows]
 
@@ -93,6 +98,13 @@ def load_model(config: SFTConfig, rows: Rows, run: Run) -> SFTTraining:
 
 def take_step(sft: SFTTraining, rows: Sequence[Encoded], run: Run, *, step: int) -> None:
     """Take one optimizer step on the rows, and log it."""
+    weight, kls = sft.config.distill_weight, list[Tensor]()
+
+    def compute_loss(batch: TokenBatch) -> Tensor:
+        loss, kl = sft.engine(batch, fn=partial(distillation_loss, batch=batch, weight=weight))
+        kls.append(kl)
+        return loss
+
     train_step(
         sft.passes,
         split_rows(rows, sft.config),
@@ -100,6 +112,8 @@ def take_step(sft: SFTTraining, rows: Sequence[Encoded], run: Run, *, step: int)
         step=step,
         tokens=sum(map(len, rows)),
         targets=sum(row.num_targets for row in rows),
+        loss=compute_loss if weight > 0 else None,
+        sums={"teacher_kl": kls} if weight > 0 else {},
     )
 
 

@@ -9,7 +9,7 @@ import pytest
 from inference.generate import GenerateConfig
 from inference.serve.config import ServeConfig
 from inference.settings import SamplingOptions
-from pipeline.config import FrozenModelConfig, LoraConfig, TrainedModelConfig
+from pipeline.config import DataConfig, FrozenModelConfig, LoraConfig, TrainedModelConfig
 from pipeline.data.inspect import InspectConfig
 from pipeline.system.errors import ConfigError
 from rewards.config import RewardConfig as Source
@@ -38,6 +38,7 @@ ADVANTAGE = {"advantage": "reinforce_pp", "baseline": "group", "group_size": 2}
 
 LIMITS: list[tuple[type, dict[str, Any], str, tuple[Any, Any]]] = [
     (SFTConfig, {}, "patience", OR_NULL),
+    (SFTConfig, {}, "distill_weight", FRACTION),
     (RewardConfig, {}, "patience", OR_NULL),
     (RewardConfig, {}, "center_coef focal_gamma", ((0.0,), (-1e-9,))),
     (RewardConfig, {}, "class_list", (((), ("bad", "good")), (("one",), ("two", "two")))),
@@ -73,6 +74,7 @@ LIMITS: list[tuple[type, dict[str, Any], str, tuple[Any, Any]]] = [
     (SamplingOptions, {}, "min_p", FRACTION),
     (SamplingOptions, {}, "repetition_penalty", POSITIVE),
     (GenerateConfig, GENERATE, "samples batch_size", COUNT),
+    (GenerateConfig, GENERATE, "top_logprobs", NON_NEGATIVE),
     (GenerateConfig, GENERATE, "cache_gib", ((1e-9, None), (0.0,))),
     (GenerateConfig, GENERATE, "stop", (((), ("a",)), (("a", ""),))),
     (GenerateConfig, GENERATE, "prompts out", ((Path("it"),), (Path(),))),
@@ -89,6 +91,7 @@ BUFFER = {"overlong_buffer": 4.0}
 GROUP = {"advantage": "rloo", "group_size": 4, "kl_in": "none", "missing_eos_score": None}
 CONTRADICTIONS: list[tuple[type, dict[str, Any], str]] = [
     (SFTConfig, {"patience": 1, "eval_every": 0}, "patience"),
+    (SFTConfig, {"distill_weight": 0.5, "data": DataConfig(train_on="all")}, "data.train_on"),
     (RewardConfig, {"patience": 1, "eval_every": 0}, "patience"),
     (RewardConfig, {"labels": "pairs", "loss": "mse"}, "loss"),
     (RewardConfig, {"class_list": ("a", "b"), "class_values": (1.0,)}, "class_values"),

@@ -260,8 +260,9 @@ class _ModelMemory:
         num_copies = 2 if shape.itemsize == 4 else 4
         tile = TILE_LOGITS["cuda" if self.machine.has_gpu else "cpu"]
         head = shape.vocabulary * shape.hidden / self.tp if trains and shape.head_is_trained else 0
-        if trains and self.work.compares_logits:  # 8 tensors of half a tile
-            return 16 * min(2 * num_logits, tile) + (4 + shape.itemsize) * head
+        if trains and self.work.compares_logits:  # 8 tensors of half a tile, and gathered logits
+            gathered = 2 * shape.itemsize * targets * shape.vocabulary * (self.tp > 1)
+            return 16 * min(2 * num_logits, tile) + (4 + shape.itemsize) * head + gathered
         if num_logits <= MAX_UNTILED_LOGITS:
             return 4 * num_copies * num_logits
         return 4 * (num_copies * tile + head)

@@ -141,7 +141,7 @@ class Workload:
     """Whether models backpropagate through the passes that scored a rollout."""
 
     compares_logits: bool = False
-    """Whether the loss compares all logits with those of the frozen model."""
+    """Whether the loss compares all logits with those of a teacher."""
 
     generating: int = 0
     """Processes that only generate, in addition to the `world`."""

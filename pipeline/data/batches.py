@@ -6,13 +6,14 @@ can only come from lengths. Dimensions: N tokens in total, B sequences, K target
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
 from typing import Any
 
+import numpy as np
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from pipeline.data.examples import Encoded
@@ -36,6 +37,9 @@ class TokenBatch:
     continues: tuple[int | None, ...] = ()
     """For each sequence, the index of the earlier one that it continues and attends to (such as a
     prompt that several responses share), or None. Empty if all are None."""
+
+    teacher: tuple[Int[Tensor, "K k"], Float[Tensor, "K k"]] | None = None
+    """The k most likely tokens at each target, with log-probabilities; None without a teacher."""
 
     @property
     def tokens(self) -> "TokenBatch":
@@ -83,7 +87,9 @@ class TokenBatch:
     def to(self, device: torch.device) -> "TokenBatch":
         """Return the same batch on `device`."""
         input_ids, targets = to_device(self.input_ids, device), to_device(self.targets, device)
-        return TokenBatch(input_ids, self.lengths, targets, self.continues)
+        top = self.teacher
+        teacher = None if top is None else (to_device(top[0], device), to_device(top[1], device))
+        return TokenBatch(input_ids, self.lengths, targets, self.continues, teacher)
 
 
 def collate(rows: Sequence[Encoded], *, share_prompts: bool = False) -> TokenBatch:
@@ -98,7 +104,13 @@ def collate(rows: Sequence[Encoded], *, share_prompts: bool = False) -> TokenBat
     trained = torch.tensor(
         [flag and position > 0 for row in rows for position, flag in enumerate(row.trained)]
     )
-    return TokenBatch(input_ids, tuple(len(row) for row in rows), trained.nonzero().squeeze(-1))
+    top = [(row.teacher, row.num_targets) for row in rows if row.teacher is not None]
+    teacher = None
+    if top:
+        ids = torch.from_numpy(np.concatenate([t.top_ids[:count] for t, count in top])).long()
+        logprobs = np.concatenate([t.top_logprobs[:count] for t, count in top])
+        teacher = ids, torch.from_numpy(logprobs)
+    return TokenBatch(input_ids, tuple(map(len, rows)), trained.nonzero()[:, 0], teacher=teacher)
 
 
 def prompt_units(rows: Sequence[Encoded], *, max_tokens: int) -> list[list[int]]:
@@ -160,7 +172,7 @@ def collate_or_empty(rows: Sequence[Encoded], *, filler: Encoded) -> TokenBatch:
 
     This lets a process without rows run the same passes as the others.
     """
-    return collate(rows) if rows else collate([Encoded.untrained(filler.input_ids)])
+    return collate(rows or [replace(filler, trained=[False] * len(filler))])
 
 
 def pad(sequences: Sequence[Tensor]) -> tuple[Tensor, Bool[Tensor, "B T"]]:

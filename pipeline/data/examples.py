@@ -5,7 +5,10 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from pipeline.data.teacher import TeacherTokens
 
 Role = Literal["system", "user", "assistant", "tool"]
 
@@ -98,6 +101,9 @@ class Example:
     origin: str = ""
     """Origin of the row, for error messages: `rows.jsonl line 17`."""
 
+    teacher: "TeacherTokens | None" = field(default=None, compare=False)
+    """The tokens of `chosen`, if the row has a teacher's log-probabilities for them."""
+
     extra: Mapping[str, Any] = field(default_factory=dict, compare=False)
     """Columns by name that the step reads in addition to the dialogue, such as the correct answer;
     only those that the row has."""
@@ -133,6 +139,9 @@ class Encoded:
     trained: list[bool]
     """True on tokens whose prediction is trained: assistant text and its end-of-turn token."""
 
+    teacher: "TeacherTokens | None" = None
+    """A teacher's distributions at the targets, if the loss uses them."""
+
     @classmethod
     def untrained(cls, input_ids: list[int]) -> "Encoded":
         """Return a sequence without targets."""
@@ -148,7 +157,7 @@ class Encoded:
 
     def head(self, max_length: int) -> "Encoded":
         """Return the first `max_length` tokens."""
-        return Encoded(self.input_ids[:max_length], self.trained[:max_length])
+        return Encoded(self.input_ids[:max_length], self.trained[:max_length], self.teacher)
 
     def tail(self, max_length: int, *, keep_first: bool = False) -> "Encoded":
         """Return the last `max_length` tokens; with `keep_first`, the first token and one fewer."""

@@ -2,11 +2,13 @@
 
 import logging
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from torch import Tensor
+
 from pipeline.data.batches import TokenBatch
-from pipeline.models.passes import Passes, evaluating
+from pipeline.models.passes import B, BatchFn, Passes, evaluating
 from pipeline.run.run import Run
 from pipeline.run.training import Training
 
@@ -14,21 +16,31 @@ logger = logging.getLogger(__name__)
 
 
 def train_step(
-    passes: Passes, batches: Iterable[TokenBatch], run: Run, *, step: int, tokens: int, targets: int
+    passes: Passes,
+    batches: Iterable[B],
+    run: Run,
+    *,
+    step: int,
+    tokens: int,
+    targets: int,
+    loss: BatchFn[B] | None = None,
+    sums: Mapping[str, Sequence[Tensor]] | None = None,
 ) -> None:
     """Take one optimizer step on this process's micro-batches, and log it.
 
     The step's rows have `tokens` tokens, and the loss `targets` target tokens, over all processes.
+    `loss` returns a micro-batch's sum over its targets, by default of the negative log-likelihood,
+    and may append other sums, to be logged per target, to the lists in `sums`.
     """
     engine, targets = passes.engine, max(1, targets)
-    losses = passes.forward_backward(
-        batches, lambda batch: -engine(batch, uniform=True).logprobs.sum(), divisor=targets
-    )
+    loss = loss or (lambda batch: -engine(batch.tokens, uniform=True).logprobs.sum())
+    losses = passes.forward_backward(batches, loss, divisor=targets)
     result = engine.step()
+    totals = {"loss": losses, **(sums or {})}
     run.log(
         step,
         tokens=tokens,
-        loss=run.mesh.data.sum(passes.total(losses)) / targets,
+        **{name: run.mesh.data.sum(passes.total(x)) / targets for name, x in totals.items()},
         lr=result.lr,
         grad_norm=result.grad_norm,
         skipped=int(result.skipped),

@@ -168,8 +168,10 @@ def _read_alpaca(row: Row) -> Example:
 
 
 def _read_pair(row: Row, answer: str, question: str = "prompt") -> Example:
-    prompt = read_prompt(row, question)
-    return _make_example(prompt, read_response(row, answer, prompt))
+    prompt, teacher = read_prompt(row, question), row.columns.get("top_logprobs")
+    example = _make_example(prompt, read_response(row, answer, prompt))
+    is_parsed = hasattr(teacher, "top_ids")  # otherwise, the column has another meaning
+    return replace(example, teacher=teacher) if is_parsed else example
 
 
 SCHEMA = 1
@@ -255,6 +257,7 @@ _COMMON_COLUMNS = {*_MARGIN_COLUMNS, "label", "kto_tag", "tools"}
 _ALPACA_COLUMNS = ("input", "context", "system", "history")
 
 SHAPES = (
+    RowShape(("prompt", "response", "top_logprobs"), partial(_read_pair, answer="response")),
     RowShape(
         ("schema", "kind", "messages", "answers"),
         _read_rating,
@@ -291,11 +294,8 @@ def read_row(
 ) -> Example | None:
     """Return the example in `row`; None if the row is skipped, such as one without an answer.
 
-    Args:
-        row: the columns and their origin.
-        fields: names of the row's columns, keyed by our names, such as `{"prompt": "question"}`.
-        stats: receives the columns that are read, and the reason if the row is skipped.
-        kept: columns to keep in `extra`.
+    `fields` has names of columns by our names, such as `{"prompt": "question"}`; `stats` receives
+    the columns that are read, and the reason if the row is skipped; `extra` keeps those in `kept`.
 
     Raises:
         DataError: no shape fits the row's columns, or a column has the wrong type.

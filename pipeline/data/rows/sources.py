@@ -202,17 +202,53 @@ def _read_file(path: Path) -> list[Row]:
         raise DataError(f"data path {path}: no such file")
     reject_lfs_pointer(path, DataError)
     if path.name.endswith(".parquet"):
-        rows = _read_parquet(path)
+        rows = [item for row in _read_parquet(path) for item in split_answers(row)]
     elif path.name.endswith(CSV_SUFFIXES):
         rows = list(_read_csv(path))
     elif path.name.endswith(SUFFIXES):
-        rows = list(_read_json(path))
+        rows = [item for row in _read_json(path) for item in split_answers(row)]
     else:
         raise DataError(
             f"data path {path}: the file name must end with one of {', '.join(SUFFIXES)}"
         )
     if not rows:
         raise DataError(f"{path} has no rows; add some, or remove the path")
+    return rows
+
+
+_ANSWER_COLUMNS = ("answers", "token_ids", "stop", "top_token_ids", "top_logprobs")
+
+
+def split_answers(row: Row) -> list[Row]:
+    """Split a row of `inference.generate --top-logprobs` into a demonstration for each answer.
+
+    Numbers are stored in arrays, which need less memory than lists. Other rows are unchanged.
+    """
+    if any(row.columns.get(name) is None for name in ("prompt", *_ANSWER_COLUMNS)):
+        return [row]
+    import numpy as np
+
+    from pipeline.data.teacher import TeacherTokens
+
+    # The teacher saw none of these columns.
+    columns = {k: v for k, v in row.columns.items() if k not in ("system", "label", "kto_tag")}
+    if isinstance(row.columns["prompt"], str):
+        columns["prompt"] = [{"role": "user", "content": row.columns["prompt"]}]
+    rows: list[Row] = []
+    try:
+        answers = zip(*(columns.pop(name) for name in _ANSWER_COLUMNS), strict=True)
+        for text, ids, stop, top_ids, logprobs in answers:
+            arrays = np.array(ids, np.int32), np.array(top_ids, np.int32)
+            teacher = TeacherTokens(*arrays, np.array(logprobs, np.float32), stop == "eos")
+            response = [{"role": "assistant", "content": text}]
+            added = {"response": response, "top_logprobs": teacher}
+            rows.append(Row({**columns, **added}, row.origin))
+    except (TypeError, ValueError, OverflowError):
+        raise DataError(
+            f"{row.origin}: {', '.join(_ANSWER_COLUMNS)} must be lists with an item per answer, as"
+            " `inference.generate --top-logprobs` writes them: distinct token ids, and"
+            " log-probabilities whose exponentials sum to at most 1"
+        ) from None
     return rows
 
 

@@ -44,6 +44,8 @@ def fingerprint(examples: Iterable[Example]) -> str:
         dialogues = (example.prompt, example.chosen, example.rejected)
         labels = (example.label, example.tie, example.steps, example.step_labels)
         digest.update(repr((dialogues, labels)).encode())
+        if (teacher := example.teacher) is not None:
+            digest.update(teacher.top_ids.tobytes() + teacher.top_logprobs.tobytes())
     return digest.hexdigest()[:16]
 
 
