@@ -101,11 +101,6 @@ def all_commands() -> list[str]:
     return list(dict.fromkeys(" ".join(line.split()) for _, line in command_lines()))
 
 
-def runs_here(command: str) -> bool:
-    """Return whether the command runs in this test."""
-    return not any(part in command for part in ELSEWHERE)
-
-
 def shorten(command: str) -> str:
     """Return the command for a few steps, with a new output directory if it names none."""
     name = "out-" + re.sub(r"\W+", "-", command)[-80:]
@@ -188,7 +183,9 @@ def run(command: str, home: Path) -> subprocess.CompletedProcess[str]:
 @pytest.mark.grid
 @pytest.mark.timeout(3600)
 def test_short_documented_commands_run(checkout: Path) -> None:
-    commands = [command for command in all_commands() if runs_here(command)]
+    commands = [
+        command for command in all_commands() if (not any(part in command for part in ELSEWHERE))
+    ]
 
     failed = []
     for command in commands:

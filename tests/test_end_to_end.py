@@ -3,13 +3,13 @@
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from tests.commands import run_command
+from tests.inference.test_responses import read_rows
 
 pytestmark = pytest.mark.jobs
 
@@ -45,11 +45,6 @@ PPO_METRICS = {
     *("explained_variance", "response_length", "stop_rate", "rollout_gap"),
     *("seconds_generation", "seconds_experience", "seconds_training"),
 }
-
-
-def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """Return the lines of a metrics.jsonl."""
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def generate(directory: Path, text: str) -> str:
@@ -88,7 +83,7 @@ def test_run_writes_the_documented_files_and_figures(run_dir: Path) -> None:
         assert summary["steps"][step].keys() >= {"seconds", "steps", "tokens"}
         assert (run_dir / step / "config.yaml").is_file()
     assert [summary["steps"][step]["steps"] for step in EVAL_KEYS] == [3, 3, 2]
-    assert read_jsonl(run_dir / "step3_ppo/metrics.jsonl")[1].keys() >= PPO_METRICS
+    assert read_rows(run_dir / "step3_ppo/metrics.jsonl")[1].keys() >= PPO_METRICS
     assert "step3_ppo" in (run_dir / "report.html").read_text()
     assert (run_dir / "step3_ppo/actor/chat_template.jinja").is_file()
 
@@ -107,7 +102,7 @@ def test_transformers_loads_every_exported_model(run_dir: Path) -> None:
 
 
 def test_first_rollout_has_zero_kl_to_the_reference(run_dir: Path) -> None:
-    first = next(row for row in read_jsonl(run_dir / "step3_ppo/metrics.jsonl") if "score" in row)
+    first = next(row for row in read_rows(run_dir / "step3_ppo/metrics.jsonl") if "score" in row)
 
     assert abs(first["kl"]) < 1e-4
     assert first["ratio_error"] < 1e-3

@@ -2,8 +2,6 @@
 
 import json
 from pathlib import Path
-from subprocess import CompletedProcess
-from typing import Any
 
 import pytest
 
@@ -35,20 +33,11 @@ def directory(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def run_train(directory: Path, *options: str) -> CompletedProcess[str]:
-    """Run `train.py` on the rows in the directory."""
-    words = ("--data-path", "gsm8k.jsonl", "--output-dir", "out", *SHORT, *options)
-    return run_command(str(ROOT / "train.py"), *words, cwd=directory)
-
-
-def read_rollout_metrics(directory: Path) -> list[dict[str, Any]]:
-    text = (directory / "out" / "step3_ppo" / "metrics.jsonl").read_text()
-    return [line for line in map(json.loads, text.splitlines()) if "score" in line]
-
-
 @pytest.mark.jobs
 def test_reward_function_alone_runs_from_rows_to_report(directory: Path) -> None:
-    result = run_train(directory, "--reward-function", "score.py:check", "--reward", "length:2")
+    options = ("--data-path", "gsm8k.jsonl", "--output-dir", "out", *SHORT)
+    rewards = ("--reward-function", "score.py:check", "--reward", "length:2")
+    result = run_command(str(ROOT / "train.py"), *options, *rewards, cwd=directory)
 
     assert result.returncode == 0, result.stderr
     out = directory / "out"
@@ -56,7 +45,8 @@ def test_reward_function_alone_runs_from_rows_to_report(directory: Path) -> None
     assert summary["steps"].keys() == {"step1_sft", "step3_ppo"}
     figures = summary["steps"]["step3_ppo"]["eval"]
     assert figures.keys() >= {"reward_before", "reward_after", "reward_length_after", "win_rate"}
-    for line in read_rollout_metrics(directory):
+    text = (out / "step3_ppo" / "metrics.jsonl").read_text()
+    for line in [line for line in map(json.loads, text.splitlines()) if "score" in line]:
         assert line["score"] == pytest.approx(line["reward_check"] + line["reward_length"])
         assert line["reward_failures"] == 0
     assert "Reward check" in (out / "report.html").read_text()

@@ -68,10 +68,6 @@ def run_step(step: str, models: str, out: str, changes: dict[str, Any], copies: 
         STEPS[step](Path(models), Path(out), **changes)
 
 
-def read_metrics(directory: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-
-
 OFFLOAD = OffloadConfig(optimizer="cpu", gradients="cpu", params="cpu")
 VARIANTS: dict[str, dict[str, Any]] = {
     "stage 0": {"zero_stage": 0},
@@ -139,7 +135,8 @@ def test_step3_rollouts_match_with_tensor_parallel_generation(models: Path, tmp_
         run_ranks(
             run_step, "ppo", str(models), str(tmp_path / name), {"precision": "fp32", **changes}
         )
-        rollouts[name] = [line for line in read_metrics(tmp_path / name) if "weights_hash" in line]
+        lines = map(json.loads, (tmp_path / name / "metrics.jsonl").read_text().splitlines())
+        rollouts[name] = [line for line in lines if "weights_hash" in line]
 
     for name, rollout in rollouts.items():
         assert len({line["weights_hash"] for line in rollout}) == len(rollout) == 2, name

@@ -183,7 +183,7 @@ def instruction_flags() -> tuple[str, ...]:
     Raises:
         KernelError: the kernels don't support the processor.
     """
-    if is_arm():
+    if platform.machine() in ("aarch64", "arm64"):
         return ()
     capability = torch.backends.cpu.get_cpu_capability()
     if capability not in INSTRUCTIONS:
@@ -220,11 +220,6 @@ def has_avx512_bf16() -> bool:
         return False
     # A private function of PyTorch, which may be missing.
     return getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)()
-
-
-def is_arm() -> bool:
-    """Return whether this is a 64-bit ARM processor."""
-    return platform.machine() in ("aarch64", "arm64")
 
 
 @functools.cache

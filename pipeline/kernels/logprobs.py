@@ -98,25 +98,15 @@ def linear_logprobs(
 ) -> tuple[Float[Tensor, " K"], Float[Tensor, " K"] | None]:
     """Compute log-probabilities of targets under softmax(hidden @ weight.T + bias), and entropies.
 
-    Args:
-        hidden: hidden states that predict the targets, in the dtype of the weights, or in fp32 for
-            logits that are not rounded to it.
-        weight: the output layer.
-        bias: bias of the output, or None.
-        targets: token ids.
-        temperature: divides the logits.
-        entropy: whether to compute the entropy of each distribution.
-        entropy_grad: whether the entropy is part of a loss; less memory is needed if not.
-        uniform: whether all log-probabilities have the same weight in the loss, which is faster.
-        tile: logits per tile; by default `TILE` or `VOCABULARY_TILE`, or a single tile for up to
-            `MAX_UNTILED` logits.
-        vocab_shard: the vocabulary range of `weight`, if it is sharded; the function is then a
-            collective.
+    Hidden states have the dtype of the weights, or fp32 for logits that are not rounded to it. Set
+    `entropy_grad` if the entropy is part of a loss, which takes more memory, and `uniform` if all
+    log-probabilities have the same weight in the loss, which is faster. A tile has `tile` logits,
+    by default `TILE` or `VOCABULARY_TILE`; up to `MAX_UNTILED` logits are a single tile. With
+    `vocab_shard`, the range of a sharded weight, the function is a collective.
 
-    Returns:
-        Log-probabilities and entropies (None without `entropy`) in nats, fp32. Logits are those of
-            `output_layer`; the rest is fp32. With one tile, the result is bitwise identical to that
-            of `compute_logprobs`; with several, sums are added in a different order.
+    Results are in nats, fp32. Logits are those of `output_layer`, divided by the temperature. With
+    one tile, the result is bitwise identical to that of `compute_logprobs`; with several, sums are
+    added in a different order.
     """
     is_sharded = vocab_shard is not None and len(targets) > 0
     if not is_sharded and len(targets) * len(weight) <= (MAX_UNTILED if tile is None else tile):
@@ -475,15 +465,8 @@ def _tile_gradients(
     With z the logits, p = softmax(z), H the entropy, t the target, and g and h the gradients of
     log p_t and of H:  dz = g * (1[t] - p) - h * p * (log p + H).
 
-    Args:
-        inputs: hidden states, weight and bias.
-        targets: token ids.
-        sums: the largest logit z_max of each target, and the sum of exp(z - z_max).
-        grad_logprobs: g, or None for zeros.
-        grad_entropy: h and H, or None for zeros.
-        needs_grad: whether each of the inputs needs a gradient.
-        temperature: divides the logits.
-        tile: logits per tile.
+    Inputs are hidden states, weight and bias. `sums` are the largest logit z_max of each target and
+    the sum of exp(z - z_max); `grad_logprobs` is g, and `grad_entropy` h and H, or None for zeros.
     """
     hidden, weight, bias = inputs
     low = hidden.to(weight.dtype)

@@ -297,13 +297,8 @@ def make_stage_module(
 ) -> tuple[nn.Module, PipelineStage]:
     """Reduce `model` to this process's stage; return the module for its engine, and the stage.
 
-    Args:
-        model: the Hugging Face model.
-        stages: the processes of the pipeline.
-        wrap_model: wraps a model with its head for the engine.
-        kernels: the `kernels` setting for a stage without the head.
-        wrap_stage: wraps a stage without the head for the engine; required if `wrap_model` changes
-            the names of parameters, so that they are the same on all stages.
+    `wrap_model` wraps a model with its head for the engine; `wrap_stage` wraps a stage without it,
+    which has the setting `kernels`, and is required if `wrap_model` changes parameters' names.
 
     Raises:
         ConfigError: the model has fewer blocks than stages.

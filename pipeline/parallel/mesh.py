@@ -128,14 +128,10 @@ def split_mesh(
 ) -> Iterator[Mesh]:
     """Context manager that divides the processes of the job. A collective.
 
-    Args:
-        replicas: copies of each model; the processes of one copy are adjacent in rank, as are the
-            processes of a machine.
-        pp: pipeline stages; the first 1/pp of the processes have the first stage.
-        tp: tensor-parallel size; the processes of a group are adjacent in rank.
-        generating: number of processes, the last ones, that only generate; the axes contain the
-            others.
-        timeout_seconds: time that a process may keep the others waiting.
+    The last `generating` processes only generate; the axes contain the others. Those of one of the
+    `replicas` of each model are adjacent in rank, as are those of a tensor-parallel group of size
+    `tp`; the first 1/pp of the processes have the first of `pp` stages. A process may keep the
+    others waiting for `timeout_seconds`.
 
     Raises:
         ConfigError: the number of processes is not a multiple of replicas * pp * tp.

@@ -36,10 +36,9 @@ class StopSignals:
     process, except the one from a closed terminal. Signals that the caller has set to be ignored,
     as nohup does, stay ignored.
 
-    Args:
-        announce: called on the first signal, and again, with `aborts=True`, just before the process
-            aborts. It is called immediately, from another thread, even while the main thread waits
-            in a collective, where Python would not run a handler.
+    `announce` is called on the first signal, and again, with `aborts=True`, just before the process
+    aborts: immediately, from another thread, even while the main thread waits in a collective,
+    where Python would not run a handler.
     """
 
     def __init__(self, announce: Callable[..., None]) -> None:

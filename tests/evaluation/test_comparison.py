@@ -8,12 +8,8 @@ import pytest
 from evaluation.comparison import Match, length_controlled
 
 
-def make_match(ours: int, theirs: int, *points: float) -> Match:
-    return Match(ours, theirs, np.array(points), np.zeros(len(points)))
-
-
 def test_unknown_scores_are_excluded_from_win_rate_and_interval() -> None:
-    match = make_match(1, 0, 1.0, 1.0, 0.5, 0.0, math.nan)
+    match = Match(1, 0, np.array([1.0, 1.0, 0.5, 0.0, math.nan]), np.zeros(5))
 
     assert match.win_rate == 0.625
     assert match.counts == (2, 1, 1)

@@ -52,10 +52,6 @@ def read_accuracies(out: Path) -> list[tuple[int, float]]:
     return [(line["step"], line[CORRECT]) for line in lines if CORRECT in line]
 
 
-def read_result(out: Path) -> dict[str, Any]:
-    return json.loads((out / "result.json").read_text())["eval"]
-
-
 def test_step_logs_and_reports_task_accuracy_of_the_exported_model(tmp_path: Path) -> None:
     config = make_config(tmp_path)
 
@@ -64,7 +60,7 @@ def test_step_logs_and_reports_task_accuracy_of_the_exported_model(tmp_path: Pat
     accuracies = read_accuracies(config.output_dir)
     assert [step for step, _ in accuracies] == [0, 8, 16]
     assert (accuracies[0][1], accuracies[-1][1]) == (0.0, 0.5)
-    assert read_result(config.output_dir)["tasks"] == {
+    assert json.loads((config.output_dir / "result.json").read_text())["eval"]["tasks"] == {
         "arithmetic_correct": {"before": 0.0, "after": 0.5, "questions": 6}
     }
     evaluate(

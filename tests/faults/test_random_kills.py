@@ -35,14 +35,6 @@ class Tally:
     completed: int = 0
 
 
-def time_uninterrupted_run(config: StepConfig) -> float:
-    """Run without interruption after a warm-up run; return the seconds."""
-    assert run_forked(replace(config, max_steps=1)) == [0, 0]
-    start = time.monotonic()
-    assert run_forked(config) == [0, 0]
-    return time.monotonic() - start
-
-
 def run_and_kill(config: StepConfig, seconds: float, rng: random.Random) -> bool:
     """Kill one or all ranks of the job at a random instant; return whether any was alive."""
     victims = rng.choice([(0,), (1,), (0, 1), (0, 1)])
@@ -75,7 +67,10 @@ def test_randomly_killed_job_is_a_prefix_of_the_uninterrupted_run(
 ) -> None:
     reference = tmp_path / "reference"
     config = small_job(inputs, step, output_dir=reference, max_steps=steps)
-    seconds = time_uninterrupted_run(config)
+    assert run_forked(replace(config, max_steps=1)) == [0, 0]
+    start = time.monotonic()
+    assert run_forked(config) == [0, 0]
+    seconds = time.monotonic() - start
     rng = random.Random(kills)
     tally = Tally()
 

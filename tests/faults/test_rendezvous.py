@@ -10,10 +10,6 @@ TORCHRUN = ("-m", "pipeline.launch.torchrun", "--nproc-per-node", "1", "--nnodes
 STEP = ("-m", "step1_sft.train", "--output-dir", "/nowhere")
 
 
-def last_line(job: Command) -> str:
-    return job.output().splitlines()[-1]
-
-
 @pytest.mark.faults
 def test_occupied_rendezvous_port_is_named() -> None:
     with socket.socket() as server:
@@ -44,7 +40,7 @@ def test_missing_node_makes_the_others_time_out(rendezvous: tuple[str, ...]) -> 
     port = free_port()
     with Command(*TORCHRUN, *rendezvous, "--master-port", str(port), *STEP) as job:
         assert job.wait(60) == 2, job.output()
-        output = last_line(job)
+        output = job.output().splitlines()[-1]
 
     assert output.startswith(
         f"error: the nodes could not rendezvous at --master-addr 127.0.0.1 --master-port {port}: "

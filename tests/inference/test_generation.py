@@ -16,17 +16,13 @@ from pipeline.models.hf.load import load_causal_lm
 from pipeline.parallel.mesh import current_mesh, split_mesh
 from tests.distributed import rank, run_ranks
 from tests.families import FAMILIES, UNPACKED, random_rows, save_to, tiny_causal_lm
+from tests.inference.engine.test_batch import load
 
 PROMPTS = [row.input_ids for row in random_rows((7, 3, 12, 5, 1, 6))]
 
 NEW_TOKENS = 8
 
 TORCH_NAMES = {"fp32": "float32", "bf16": "bfloat16"}
-
-
-def load(family: str, directory: Path, **changes: object) -> PreTrainedModel:
-    path = save_to(tiny_causal_lm(family, **changes), directory)
-    return load_causal_lm(FrozenModelConfig(path=path), device=torch.device("cpu"))
 
 
 @torch.no_grad()

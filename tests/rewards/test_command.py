@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from subprocess import CompletedProcess
 
 import pytest
 
@@ -10,10 +9,6 @@ from pipeline.system.errors import ConfigError
 from rewards.config import read_spec
 from tests.commands import run_command
 from tests.sources import ROOT
-
-
-def run_rewards(directory: Path, *arguments: str) -> CompletedProcess[str]:
-    return run_command("-m", "rewards", "--data-path", "rows.jsonl", *arguments, cwd=directory)
 
 
 @pytest.fixture
@@ -33,7 +28,8 @@ def test_command_scores_the_answers_of_the_rows(rows: Path) -> None:
         "    return 2 / ('18' in solution_str)\n"
     )
 
-    result = run_rewards(rows, "--reward", "math", "--reward", "mine.py:score")
+    options = ("--data-path", "rows.jsonl", "--reward", "math", "--reward", "mine.py:score")
+    result = run_command("-m", "rewards", *options, cwd=rows)
 
     assert result.returncode == 1  # since a source failed
     lines = result.stdout.splitlines()

@@ -10,12 +10,13 @@ from pipeline.cli.options import write_config
 from pipeline.data.store.pack import pack
 from pipeline.data.store.token_file import read_vocabulary
 from pipeline.demo.model import build_tokenizer
-from pipeline.plan.plan import Plan, make_plan
+from pipeline.plan.plan import Plan
 from pipeline.report.findings import findings
 from pipeline.report.results import find_chat_model, read_results
 from pipeline.run.orchestrator import main
 from pipeline.system.errors import UserError
 from tests.pipeline.data.store.corpus import write_rows
+from tests.pipeline.plan.test_checks import plan as plan_run
 from train import STAGES
 
 SHORT = [
@@ -34,10 +35,6 @@ def texts(tmp_path: Path) -> Path:
     out = tmp_path / "texts"
     pack([tmp_path / "texts.jsonl"], read_vocabulary(build_tokenizer(), "embedded"), out)
     return out
-
-
-def plan_run(out: Path, *argv: str) -> Plan:
-    return make_plan(["--output-dir", str(out), *argv], STAGES)
 
 
 def get_path(plan: Plan, name: str) -> str:

@@ -12,7 +12,13 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from inference.generation import generate
-from pipeline.config import DataConfig, FrozenModelConfig, OptimConfig, TrainedModelConfig
+from pipeline.config import (
+    DataConfig,
+    FrozenModelConfig,
+    OptimConfig,
+    StepConfig,
+    TrainedModelConfig,
+)
 from pipeline.data.examples import Message
 from pipeline.demo.model import VOCABULARY, build_tokenizer
 from pipeline.demo.task import held_out_questions
@@ -51,7 +57,7 @@ def small_task(directory: Path, **changes: Any) -> SFTConfig:
     return SFTConfig(**{**settings, **changes})
 
 
-def read_metric(config: SFTConfig, name: str) -> list[float]:
+def read_metric(config: StepConfig, name: str) -> list[float]:
     lines = (config.output_dir / "metrics.jsonl").read_text().splitlines()
     return [record[name] for line in lines if name in (record := json.loads(line))]
 

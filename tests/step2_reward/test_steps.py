@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -34,15 +33,14 @@ from tests.step2_reward.labeled import make_config, make_rows, save_base, write_
 CPU = torch.device("cpu")
 
 
-def read_example(columns: dict[str, Any], *, labels: bool = True) -> Example | None:
-    return read_row(Row(columns, "rows.jsonl line 1"), {}, kept=RowColumns(labels=labels))
-
-
 def test_trl_rows_are_parsed_as_steps() -> None:
     trl = {"prompt": "q", "completions": ["a", " ", "b"], "labels": [True, False, None]}
     soft = {"prompt": "q", "steps": ["a"], "labels": [0.25]}
 
-    examples = [read_example(columns) for columns in (trl, soft)]
+    examples = [
+        read_row(Row(columns, "rows.jsonl line 1"), {}, kept=RowColumns(labels=True))
+        for columns in (trl, soft)
+    ]
 
     assert [(example.steps, example.step_labels) for example in examples if example] == [
         (("a", "b"), (1.0, None)),

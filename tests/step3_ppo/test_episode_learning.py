@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from pipeline.data.examples import Encoded, Message
@@ -20,6 +19,7 @@ from step3_ppo.reward_sources import RewardSources
 from step3_ppo.train import train
 from step3_ppo.update import update_minibatch
 from tests.step3_ppo.games import game_config, game_models
+from tests.step3_ppo.test_every_method import load_actor
 from tests.step3_ppo.toy import END, read_gradients, relative_error
 
 PLAIN: dict[str, Any] = {"kl_in": "none", "loss": "none", "reuse_forward": False}
@@ -41,8 +41,9 @@ def make_two_turn_episode() -> EpisodeResponse:
     )
 
 
-def critic_config(toy: Path) -> PPOConfig:
-    return game_config(
+@torch.no_grad()
+def test_gae_continues_from_one_turn_to_the_next(toy: Path) -> None:
+    config = game_config(
         toy,
         "Counting",
         advantage="gae",
@@ -53,11 +54,6 @@ def critic_config(toy: Path) -> PPOConfig:
         kl_coef=0.5,
         normalize_score=False,
     )
-
-
-@torch.no_grad()
-def test_gae_continues_from_one_turn_to_the_next(toy: Path) -> None:
-    config = critic_config(toy)
     models = game_models(config, RewardSources(config))
     episode = make_two_turn_episode()
     ids = torch.tensor([episode.sequence.input_ids])
@@ -120,10 +116,6 @@ def test_observations_are_excluded_from_gradient_kl_and_entropy(toy: Path) -> No
     torch.testing.assert_close(experience.logprobs[0], logprobs.detach(), atol=1e-5, rtol=1e-4)
     assert statistics["response_length"] == 5
     assert statistics["entropy"] == pytest.approx(entropy.mean().item(), rel=1e-4)
-
-
-def load_actor(out: Path) -> dict[str, torch.Tensor]:
-    return load_file(out / "actor" / "model.safetensors")
 
 
 def run_config(toy: Path, out: Path, **changes: Any) -> PPOConfig:

@@ -48,13 +48,6 @@ def make_config(method: str, toy: Path, out: Path, **changes: Any) -> PPOConfig:
     return replace(config, data=replace(config.data, max_eval_rows=4), **trained)
 
 
-def at_stage(config: PPOConfig, stage: int, out: Path) -> PPOConfig:
-    trained = {
-        role: replace(getattr(config, role), zero_stage=stage) for role in ("actor", "critic")
-    }
-    return replace(config, output_dir=out, **trained)
-
-
 def load_actor(out: Path) -> dict[str, torch.Tensor]:
     """Return the actor's weights."""
     return load_file(out / "actor" / "model.safetensors")
@@ -79,7 +72,8 @@ def test_method_learns_the_same_on_one_and_two_processes(
     single, together = tmp_path / "alone", tmp_path / "together"
     config = make_config(method, toy, single)
     train(config)
-    run_ranks(train, at_stage(config, 3, together))
+    trained = {role: replace(getattr(config, role), zero_stage=3) for role in ("actor", "critic")}
+    run_ranks(train, replace(config, output_dir=together, **trained))
 
     if config.dynamic_sampling > 0:
         assert sum(line.get("refills", 0) for line in read_metrics(single)) > 0

@@ -19,10 +19,6 @@ from tests.step3_ppo.toy import flat_weights, run_update, toy_config, toy_models
 BATCH = collate([Encoded([1, 20, 21, 30, 2], [False] * 3 + [True] * 2)])
 
 
-def with_lora(config: PPOConfig) -> PPOConfig:
-    return replace(config, actor=replace(config.actor, lora=LoraConfig(rank=4, lr=0.05)))
-
-
 def test_reference_stays_the_initial_actor(toy: Path) -> None:
     config = toy_config(toy)
     models = toy_models(config)
@@ -36,7 +32,9 @@ def test_reference_stays_the_initial_actor(toy: Path) -> None:
 
 def test_reference_with_lora_is_the_actor_without_adapter(toy: Path) -> None:
     """It equals a frozen copy bitwise."""
-    config = with_lora(toy_config(toy))
+    config = toy_config(toy)
+    lora = LoraConfig(rank=4, lr=0.05)
+    config = replace(config, actor=replace(config.actor, lora=lora))
     models, copy = toy_models(config), toy_models(toy_config(toy)).reference
     update_policy(models, toy_rollout(models, config), config, step=1, ema=None, ptx=None)
 

@@ -63,11 +63,6 @@ def group_config(toy: Path, *rewards: RewardConfig, **changes: Any) -> PPOConfig
     return replace(config, data=replace(config.data, max_eval_rows=4))
 
 
-def make_prompts(*wanted: float | None) -> list[Prompt]:
-    rows = zip(PROMPTS, wanted, strict=False)
-    return [Prompt((Message("user", "hi"),), ids, {"wanted": value}) for ids, value in rows]
-
-
 def compute_test_rewards(
     config: PPOConfig, *wanted: float | None, **options: Any
 ) -> ResponseRewards:
@@ -75,7 +70,9 @@ def compute_test_rewards(
     responses = [Response([30, END], [-1.0, -1.0], stopped=row != 2) for row in range(len(wanted))]
     with RewardSources(config) as sources:
         models = replace(toy_models(config), sources=sources)
-        submit = ResponseSubmitter(sources, make_prompts(*wanted), models.chat)
+        rows = zip(PROMPTS, wanted, strict=False)
+        prompts = [Prompt((Message("user", "hi"),), ids, {"wanted": value}) for ids, value in rows]
+        submit = ResponseSubmitter(sources, prompts, models.chat)
         for index in reversed(range(len(wanted))):
             submit(index, responses[index])
         score = torch.arange(len(wanted)).float() if config.uses_reward_model else None

@@ -13,9 +13,7 @@ from pipeline.config import FrozenModelConfig
 from pipeline.data.examples import Message
 from pipeline.models.hf.chat import load_chat
 from pipeline.system.errors import ModelError
-from step3_ppo.config import PPOConfig
 from step3_ppo.experience import score_responses
-from step3_ppo.models import Models
 from step3_ppo.rewards import compute_raw_scores
 from tests.families import tiny_classifier
 from tests.pipeline.data.tokenizers import metaspace
@@ -39,22 +37,13 @@ def foreign_reward(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def make_config(toy: Path, reward: Path, **changes: object) -> PPOConfig:
-    config = toy_config(toy, max_prompt_length=40, **changes)
-    return replace(config, reward=FrozenModelConfig(path=str(reward)))
-
-
-def make_dialogues(models: Models) -> list[Prompt]:
-    """Return two prompts, the second of which starts the response."""
+def test_reward_model_scores_text_with_its_own_tokenizer(toy: Path, foreign_reward: Path) -> None:
+    reward = FrozenModelConfig(path=str(foreign_reward))
+    config = toy_config(toy, max_prompt_length=40, reward=reward)
+    models = toy_models(config)
     continued = (Message("user", "How are you?"), Message("assistant", "I am"))
     texts = [(Message("user", "Hi there."),), continued]
-    return [Prompt(turns, models.chat.encode_prompt(turns)) for turns in texts]
-
-
-def test_reward_model_scores_text_with_its_own_tokenizer(toy: Path, foreign_reward: Path) -> None:
-    config = make_config(toy, foreign_reward)
-    models = toy_models(config)
-    prompts = make_dialogues(models)
+    prompts = [Prompt(turns, models.chat.encode_prompt(turns)) for turns in texts]
     assert models.reward.text is not None
     models.reward.text.register_prompts(prompts)
     inputs = [prompt.input_ids for prompt in prompts]

@@ -58,18 +58,14 @@ def exploit_config(toy: Path, directory: Path, **changes: Any) -> PPOConfig:
     return replace(config, actor=actor, data=replace(config.data, max_eval_rows=16))
 
 
-def guard_events(config: PPOConfig, signal: str) -> list[dict[str, Any]]:
-    all_events = [line["guard"] for line in read_metrics(config.output_dir) if "guard" in line]
-    return [event for event in all_events if event["signal"] == signal]
-
-
 @pytest.mark.jobs
 def test_length_exploit_is_rolled_back_without_loss_of_gold(toy: Path, tmp_path: Path) -> None:
     config = exploit_config(toy, tmp_path)
 
     train(config)
 
-    first, *_ = guard_events(config, "divergence")
+    events = [line["guard"] for line in read_metrics(config.output_dir) if "guard" in line]
+    first = next(event for event in events if event["signal"] == "divergence")
     assert (first["action"], first["to"]) == ("rollback", max(0, first["step"] - 3))
     assert first["step"] <= MAX_STEPS
     result = json.loads((config.output_dir / "result.json").read_text())

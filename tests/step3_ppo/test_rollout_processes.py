@@ -1,6 +1,5 @@
 """Rollouts that separate processes sample one iteration ahead."""
 
-import json
 import os
 import shutil
 import signal
@@ -12,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 from inference.remote import Message
@@ -34,6 +32,8 @@ from step3_ppo.train import train
 from step3_ppo.update import update_policy
 from tests.distributed import run_ranks
 from tests.jobs import run_job
+from tests.step3_ppo.test_every_method import load_actor
+from tests.step3_ppo.test_reward_sources import read_metrics
 from tests.step3_ppo.toy import save_models, toy_config
 
 GRPO = {
@@ -67,15 +67,6 @@ def run(config: PPOConfig) -> None:
         train(config)
 
 
-def read_weights(out: Path) -> dict[str, Tensor]:
-    return load_file(out / "actor" / "model.safetensors")
-
-
-def read_metrics(out: Path) -> list[dict[str, Any]]:
-    lines = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
-    return [line for line in lines if "rollout_gap" in line]
-
-
 def train_by_hand(config: PPOConfig) -> dict[str, Tensor]:
     """Sample each rollout before the previous one's update; return the final weights."""
     chat = load_chat(config.actor, config.data)
@@ -105,7 +96,7 @@ def test_each_rollout_is_sampled_before_the_previous_update(tmp_path: Path) -> N
     run_ranks(run, config)
 
     (expected,) = run_ranks(train_by_hand, config, world_size=1)
-    actual = read_weights(config.output_dir)
+    actual = load_actor(config.output_dir)
     assert all(torch.equal(actual[name], weight) for name, weight in expected.items())
     lines = read_metrics(config.output_dir)
     assert [line["staleness"] for line in lines] == [0, 1, 1]
@@ -125,7 +116,7 @@ def test_resumed_run_matches_uninterrupted_one_bitwise(case: str, tmp_path: Path
 
     run_ranks(run, replace(config, output_dir=resumed, resume=True), world_size=3)
 
-    expected, actual = read_weights(full), read_weights(resumed)
+    expected, actual = load_actor(full), load_actor(resumed)
     assert all(torch.equal(actual[name], weight) for name, weight in expected.items())
     last, resumed_last = read_metrics(full)[-1], read_metrics(resumed)[-1]
     for name in ("score", "rollout_gap", "weights_hash", "staleness", "correction"):

@@ -38,15 +38,12 @@ ALWAYS = GuardConfig(signal="repetition", limit=-1.0, window=1, action="rollback
 """Exceeds its limit at each evaluation."""
 
 
-def make_guards(*configs: GuardConfig, interval: int = 5) -> Guards:
-    return Guards(configs or DEFAULT_GUARDS, PreferenceSignals(), interval, first=HEALTHY)
-
-
 @pytest.mark.parametrize(("name", "changes", "message"), CASES, ids=[row[0] for row in CASES])
 def test_default_guard_warns_after_two_unhealthy_evaluations(
     name: str, changes: dict[str, float], message: str
 ) -> None:
-    guards, metrics = make_guards(), {**HEALTHY, **changes}
+    guards = Guards(DEFAULT_GUARDS, PreferenceSignals(), 5, first=HEALTHY)
+    metrics = {**HEALTHY, **changes}
     assert name in map(str, DEFAULT_GUARDS)
 
     trips = [guards.check(5 * number, metrics) for number in range(1, 5)]

@@ -353,7 +353,9 @@ class ChatFormat:
             raise DataError(f"{self.title} omits tool calls of a turn{NO_TOOLS}")
         if origin and names and rendered.count(self._end_of_turn) > 1:
             raise DataError(f"{self.title} writes text and tool calls as two turns{NO_TOOLS}")
-        is_kept = _has_message_text(message, rendered)
+        thinking, _, answer = message.content.rpartition(END_THINK)
+        parts = (message.reasoning, thinking.strip().removeprefix(THINK), answer)
+        is_kept = all(_contains(rendered, part) for part in parts)
         if not is_kept:
             self._warn_once(origin, OMITS_TEXT_WITH_CALLS if message.calls else OMITS_TEXT)
         return is_kept or bool(message.calls)
@@ -662,13 +664,6 @@ def _is_valid_block(turn: str, *, is_open: bool) -> bool:
         return END_THINK in turn and not rest.startswith(THINK)
     empty = _EMPTY_BLOCK.match(turn)
     return not (empty and END_THINK in turn[empty.end() :])
-
-
-def _has_message_text(message: Message, rendered: str) -> bool:
-    """Return whether a rendered turn contains the text of a message, ignoring whitespace."""
-    thinking, _, answer = message.content.rpartition(END_THINK)
-    parts = (message.reasoning, thinking.strip().removeprefix(THINK), answer)
-    return all(_contains(rendered, part) for part in parts)
 
 
 def _contains(text: str, part: str) -> bool:

@@ -120,11 +120,8 @@ def resolve_format(
 ) -> ChatFormat:
     """Return the chat format called `name`, for `tokenizer`.
 
-    Args:
-        tokenizer: the model's tokenizer; it isn't modified.
-        name: auto (the tokenizer's own template if it has one, else human_assistant), tokenizer,
-            one of `FORMATS`, or a path to a Jinja file.
-        arguments: arguments to store in the template.
+    The name is auto (the tokenizer's own template if it has one, else human_assistant), tokenizer,
+    one of `FORMATS`, or a path to a Jinja file. The template stores `arguments`.
 
     Raises:
         ConfigError: the format does not exist, has no such argument, or has a syntax error.

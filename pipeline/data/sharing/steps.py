@@ -98,15 +98,9 @@ def load_examples(
 ) -> StepData:
     """Load the examples that `step` (1, 2 or 3) trains on and is evaluated on; log the notes.
 
-    Args:
-        config: the paths, and how their rows are read and split.
-        step: number of the step.
-        seed: seed of the run, for the rows of the embedded task; a user's rows depend on
-            `config.seed` alone.
-        earlier: the prompts of earlier steps: those trained on are not held out here, and those
-            held out are not trained on.
-        kept: columns to keep in `extra`, in addition to the dialogue.
-        share: the rows that the step uses instead of the default for its number.
+    The rows of the embedded task depend on `seed`, a user's on `config.seed` alone. Prompts that
+    `earlier` steps trained on are not held out, and those that they held out are not trained on.
+    The columns `kept` are kept in `extra`; `share` replaces the default rows of the step.
 
     Raises:
         DataError: a path, row, split or setting leaves the step without usable rows.

@@ -63,13 +63,9 @@ class CheckpointWriter:
     deleted. A save that fails on any process is logged by the first process and reported in
     `failure`; earlier checkpoints are untouched, and the next save tries again.
 
-    Args:
-        root: directory of the checkpoints.
-        job: a unique identifier of the job, the same on all processes.
-        rank, world_size: rank of this process, and number of processes.
-        keep_last: number of checkpoints to keep, at least 2.
-        timeout_seconds: how long the first process waits for the others' files.
-        margin: minimum number of steps undone by a rollback; None keeps no rollback targets.
+    All processes pass the same `job`, a unique identifier. The last `keep_last` checkpoints, at
+    least 2, are kept. The first process waits for the others' files for `timeout_seconds`. `margin`
+    is the minimum number of steps undone by a rollback; None keeps no rollback targets.
 
     Raises:
         ConfigError: the directory can't be created or written to.

@@ -79,15 +79,9 @@ def varlen_attention(
 ) -> Float[Tensor, "1 N H D"]:
     """Compute causal attention of each sequence to itself, or to `keys`, which end with its own.
 
-    Args:
-        query: query heads of the packed sequences.
-        key: key heads, each shared by H / G query heads.
-        value: value heads, shared in the same way.
-        bounds: int32 offsets of the sequences, and the end of the last one.
-        longest: length of the longest sequence.
-        keys: the keys that the sequences attend to; None if each attends only to its own.
-        scaling: factor of the scores; None uses head size ** -0.5.
-        sliding_window: number of tokens each token attends to, including itself; None for no limit.
+    H / G query heads share a key and a value head. `bounds` are int32 offsets of the sequences, and
+    the end of the last one. The factor of the scores is `scaling`, or head size ** -0.5. Each token
+    attends to `sliding_window` tokens, including itself, or to all.
     """
     query, key, value = (heads.squeeze(0).transpose(0, 1) for heads in (query, key, value))
     if keys is not None:

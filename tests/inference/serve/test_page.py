@@ -41,18 +41,14 @@ def read_all_ratings(page_server: LiveServer) -> list[Any]:
     return [*active_ratings(read_ratings(page_server.state.ratings.path))]
 
 
-def send_message(page: Any, text: str) -> None:
-    page.get_by_label("Message", exact=True).fill(text)
-    page.keyboard.press("Enter")
-    page.get_by_role("button", name="Regenerate").wait_for()
-    page.get_by_role("button", name="Send").wait_for()
-
-
 @pytest.mark.jobs
 @in_browser
 def test_dialogue_survives_a_reload_and_can_be_rated(page: Any, page_server: LiveServer) -> None:
     before = len(read_all_ratings(page_server))
-    send_message(page, "What is 2 plus 2?")
+    page.get_by_label("Message", exact=True).fill("What is 2 plus 2?")
+    page.keyboard.press("Enter")
+    page.get_by_role("button", name="Regenerate").wait_for()
+    page.get_by_role("button", name="Send").wait_for()
     first = page.locator(".turn.assistant .text").inner_text()
     page.get_by_label("Show tokens").check()
     page.locator(".token").nth(3).wait_for()

@@ -10,7 +10,7 @@ from inference.serve.models import ModelPath
 from pipeline.data.chat.resolve_format import resolve_format
 from pipeline.data.examples import Message
 from tests.families import save_to, tiny_causal_lm
-from tests.inference.serve.serving import CHAT, HttpResponse, LiveServer, post, serving
+from tests.inference.serve.serving import CHAT, LiveServer, post, serving
 from tests.pipeline.data.chat.test_templates import QWEN3, chatml_tokenizer
 
 USER = {"role": "user", "content": "Hi."}
@@ -27,15 +27,11 @@ def thinker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
         yield running
 
 
-def complete(server: LiveServer, *messages: dict[str, str], **fields: Any) -> HttpResponse:
-    body = {"messages": list(messages), "max_tokens": 1, **fields}
-    return post(server, CHAT, body)
-
-
 def prompt_text(server: LiveServer, *messages: dict[str, str], **fields: Any) -> str:
     """Return the prompt's text; a completion must count the same number of prompt tokens."""
-    tokens = post(server, "/tokenize", {"messages": list(messages), **fields}).json["tokens"]
-    response = complete(server, *messages, **fields)
+    body = {"messages": list(messages), **fields}
+    tokens = post(server, "/tokenize", body).json["tokens"]
+    response = post(server, CHAT, {**body, "max_tokens": 1})
     assert response.json["usage"]["prompt_tokens"] == len(tokens), response.json
     return str(server.state.models["thinker"].tokenizer.decode(tokens))
 

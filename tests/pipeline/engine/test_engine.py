@@ -24,10 +24,6 @@ def network(dtype: torch.dtype = torch.float32) -> nn.Sequential:
         return nn.Sequential(nn.Linear(7, 5), nn.LayerNorm(5), nn.Tanh(), nn.Linear(5, 3)).to(dtype)
 
 
-def inputs(count: int, *, seed: int = 1) -> Tensor:
-    return torch.randn(count, 7, generator=torch.Generator().manual_seed(seed))
-
-
 def squared_sum(model: Callable[[Tensor], Tensor], batch: Tensor) -> Tensor:
     return model(batch).float().square().sum()
 
@@ -49,7 +45,7 @@ def test_training_matches_a_plain_loop_with_adamw(max_grad_norm: float | None) -
     norms = []
 
     for step in range(5):
-        for batch in inputs(8, seed=step).split(4):
+        for batch in torch.randn(8, 7, generator=torch.Generator().manual_seed(step)).split(4):
             squared_sum(plain, batch).backward()
             engine.backward(squared_sum(engine, batch))
         limit = max_grad_norm or float("inf")

@@ -96,26 +96,20 @@ def find_differences(result: TrainingResult, expected: TrainingResult) -> list[s
     ]
 
 
-def expected_result(
-    family: str, dtype: str, accumulation: int, max_norm: float | None
-) -> TrainingResult:
-    return train_reference(
-        build(family, dtype),
-        compute_loss,
-        steps=STEPS,
-        world_size=world_size(),
-        accumulation=accumulation,
-        max_norm=max_norm,
-        scale=SCALE if dtype == "fp16" else 1.0,
-    )
-
-
 def train_at_every_stage(family: str, dtype: str) -> list[str]:
     """Train with pairs of settings, and return the differences from the plain trainer."""
     failures: list[str] = []
     family_index = [*FAMILIES].index(family)
     for (i, accumulation), (j, max_norm) in product(enumerate((1, 4)), enumerate((None, 0.5))):
-        reference = expected_result(family, dtype, accumulation, max_norm)
+        reference = train_reference(
+            build(family, dtype),
+            compute_loss,
+            steps=STEPS,
+            world_size=world_size(),
+            accumulation=accumulation,
+            max_norm=max_norm,
+            scale=SCALE if dtype == "fp16" else 1.0,
+        )
         for stage in range(4):
             is_odd = (family_index + i + j + stage // 2 + stage) % 2
             checkpointing = "full" if is_odd else "none"

@@ -34,10 +34,6 @@ def _restore_signal_handlers() -> Iterator[None]:
         signal.signal(number, signal.SIG_IGN)
 
 
-def run_python(program: str) -> ExitStatus:
-    return run_child([sys.executable, "-c", program], os.environ)
-
-
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
 def test_child_receives_an_interruption_once_and_can_clean_up(
     tmp_path: Path, number: signal.Signals
@@ -56,7 +52,7 @@ except KeyboardInterrupt:
     before = signal.getsignal(number)
 
     threading.Thread(target=when_exists(ready, lambda: os.kill(os.getpid(), number))).start()
-    result = run_python(program)
+    result = run_child([sys.executable, "-c", program], os.environ)
 
     assert result == ExitStatus(130, signal_received=number)
     assert closed.exists()

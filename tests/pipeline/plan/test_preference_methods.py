@@ -3,12 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-from pipeline.plan.plan import Plan, make_plan
-from train import STAGES
-
-
-def make(out: Path, *argv: str) -> Plan:
-    return make_plan(["--output-dir", str(out), *argv], STAGES)
+from pipeline.plan.plan import Plan
+from tests.pipeline.plan.test_checks import plan as make
 
 
 def steps(plan: Plan) -> list[str]:

@@ -28,16 +28,6 @@ def plan_settings(out: Path, *argv: str) -> tuple[Plan, dict[str, dict[str, obje
     return plan, {name: flatten(to_plain(config)) for name, config in plan.configs.items()}
 
 
-def get_defaults(config: StepConfig) -> dict[str, object]:
-    return {name: value for name, value in flatten(to_plain(config)).items() if name in PRESET}
-
-
-def write_settings(directory: Path, text: str) -> str:
-    path = directory / "mine.yaml"
-    path.write_text(text)
-    return str(path)
-
-
 @pytest.mark.parametrize(
     ("argv", "text", "config"),
     [
@@ -52,12 +42,16 @@ def write_settings(directory: Path, text: str) -> str:
 def test_step_3_with_another_model_has_no_preset_and_starts_from_it(
     tmp_path: Path, argv: tuple[str, ...], text: str, config: StepConfig
 ) -> None:
-    files = ("--config", write_settings(tmp_path, text)) if text else ()
+    path = tmp_path / "mine.yaml"
+    path.write_text(text)
+    files = ("--config", str(path)) if text else ()
 
     plan, settings = plan_settings(tmp_path / "out", "--step", "3", "--method", *argv, *files)
 
     (step,) = (settings[stage.name] for stage in plan.stages)
-    assert {name: step[name] for name in step if name in PRESET} == get_defaults(config)
+    assert {name: step[name] for name in step if name in PRESET} == {
+        name: value for name, value in flatten(to_plain(config)).items() if name in PRESET
+    }
     assert step["data.path"] == ["Dahoas/rm-static"]
     assert MODEL in (step.get("model.path"), step.get("actor.path"))
     assert step["base.path"] is None  # there was no step before it

@@ -46,16 +46,6 @@ def test_method_overrides_presets_and_is_overridden_by_settings(tmp_path: Path) 
     assert (changed["kl_coef"], changed["group_size"], changed["kl_in"]) == (0.1, 4, "loss")
 
 
-def get_zero_stages(steps: dict[str, dict[str, object]]) -> tuple[object, ...]:
-    """Return the ZeRO stages of the four trained models."""
-    return (
-        steps["step1_sft"]["model.zero_stage"],
-        steps["step2_reward"]["model.zero_stage"],
-        steps["step3_ppo"]["actor.zero_stage"],
-        steps["step3_ppo"]["critic.zero_stage"],
-    )
-
-
 def write_deepspeed_file(directory: Path) -> str:
     file = directory / "ds_config.json"
     file.write_text(
@@ -84,6 +74,11 @@ def test_deepspeed_file_overrides_files_and_not_options(tmp_path: Path) -> None:
     sft = without_options["step1_sft"]
     assert (sft["batch_size"], sft["model.zero_stage"], sft["epochs"]) == (8, 2, 3.0)
     assert sft["model.optim.weight_decay"] == 0.1
-    assert get_zero_stages(with_options) == (3, 2, 0, 2)
+    assert (
+        with_options["step1_sft"]["model.zero_stage"],
+        with_options["step2_reward"]["model.zero_stage"],
+        with_options["step3_ppo"]["actor.zero_stage"],
+        with_options["step3_ppo"]["critic.zero_stage"],
+    ) == (3, 2, 0, 2)
     sft = with_options["step1_sft"]
     assert (sft["batch_size"], sft["micro_batch_size"]) == (5, 4)

@@ -17,13 +17,9 @@ SETTINGS = {"missing_eos_score": -1.0, "max_prompt_length": 256, "gold": None}
 """Default settings of every method."""
 
 
-def verdicts(right: int) -> list[float]:
-    return [1.0] * right + [0.0] * (PROMPTS - right)
-
-
 def judged(*points: tuple[float, int]) -> list[tuple[float, dict[str, list[float]]]]:
     """Return (KL, values by prompt) from pairs of a KL and a number of right answers."""
-    return [(kl, {"judge": verdicts(right)}) for kl, right in points]
+    return [(kl, {"judge": ([1.0] * right + [0.0] * (PROMPTS - right))}) for kl, right in points]
 
 
 def write_method(

@@ -17,16 +17,13 @@ from pipeline.system.errors import ConfigError
 from rewards.config import RewardConfig
 from step1_sft.config import SFTConfig
 from step3_ppo.config import PPOConfig
+from tests.inference.test_responses import read_rows
 
 MESH = current_mesh()
 
 
 def make_config(directory: Path, *, log_every: int = 1) -> SFTConfig:
     return SFTConfig(output_dir=directory, log_every=log_every)
-
-
-def read_metrics(directory: Path) -> list[dict[str, object]]:
-    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
 
 
 def test_run_writes_settings_metrics_and_a_result(tmp_path: Path) -> None:
@@ -37,7 +34,7 @@ def test_run_writes_settings_metrics_and_a_result(tmp_path: Path) -> None:
         run.finish(eval={"perplexity_after": 4.5}, best_step=2)
 
     assert yaml.safe_load((tmp_path / "config.yaml").read_text())["batch_size"] == 32
-    before, first, _ = read_metrics(tmp_path)
+    before, first, _ = read_rows(tmp_path / "metrics.jsonl")
     assert before["eval_perplexity"] == 9.0
     assert (first["step"], first["loss"], first["lr"]) == (1, 2.0, 1e-3)
     assert first["tokens_per_second"] > 0
@@ -64,7 +61,7 @@ def test_nan_and_infinity_are_written_as_null(tmp_path: Path) -> None:
         run.log(1, loss=float("nan"), ratio_max=float("inf"))
         run.finish(eval={"judge": {"base": float("nan")}})
 
-    (line,) = read_metrics(tmp_path)
+    (line,) = read_rows(tmp_path / "metrics.jsonl")
     assert line["loss"] is line["ratio_max"] is None
     assert json.loads((tmp_path / "result.json").read_text())["eval"] == {"judge": {"base": None}}
 
@@ -116,7 +113,7 @@ def test_killed_run_leaves_only_complete_lines(tmp_path: Path) -> None:
             time.sleep(0.01)
         process.kill()
 
-    steps = [line["step"] for line in read_metrics(tmp_path)]
+    steps = [line["step"] for line in read_rows(tmp_path / "metrics.jsonl")]
     assert steps == list(range(1, len(steps) + 1))
     assert metrics.read_bytes().endswith(b"\n")
     assert not (tmp_path / "result.json").exists()

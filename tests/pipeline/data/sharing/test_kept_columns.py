@@ -20,10 +20,6 @@ GSM8K = [
 """Rows of the schema of openai/gsm8k."""
 
 
-def require_columns(*names: str) -> RowColumns:
-    return RowColumns(needed=frozenset(names))
-
-
 def write(path: Path, rows: Sequence[Mapping[str, Any]]) -> DataConfig:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return DataConfig(path=(str(path),))
@@ -33,7 +29,7 @@ def test_gsm8k_yields_demonstrations_or_prompts_with_answers(tmp_path: Path) -> 
     config = write(tmp_path / "gsm8k.jsonl", GSM8K)
 
     demonstrations = load_examples(config, step=1, seed=0)
-    prompts = load_examples(config, step=3, seed=0, kept=require_columns("answer"))
+    prompts = load_examples(config, step=3, seed=0, kept=RowColumns(frozenset({"answer"})))
 
     answers = {row["question"]: row["answer"] for row in GSM8K}
     for example in (*demonstrations.train, *demonstrations.eval):

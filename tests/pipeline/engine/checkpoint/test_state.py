@@ -140,18 +140,14 @@ def test_state_before_the_first_step_resets_moments(optimizer: str, tmp_path: Pa
     assert (train(engine, range(2)), digest(weights(engine))) == expected
 
 
-def make_engine_with_adapters(stage: int) -> Engine:
-    model = add_lora(build("llama", "bf16"), LoraConfig(rank=2), task="causal", seed=1)
-    return Engine(model, settings(stage), total_steps=4)
-
-
 def test_checkpoint_of_a_different_model_raises(tmp_path: Path) -> None:
     engine = engine_at(0)
     train(engine, range(1))
     save(engine, tmp_path)
+    adapted = add_lora(build("llama", "bf16"), LoraConfig(rank=2), task="causal", seed=1)
 
     with pytest.raises(CheckpointError, match=r"has no trained .*lora_A.*, but the model has"):
-        resume(make_engine_with_adapters(0), tmp_path)
+        resume(Engine(adapted, settings(0), total_steps=4), tmp_path)
 
 
 @pytest.mark.parametrize(("shape", "dim"), [((8, 4), 0), ((4, 8), 1), ((3, 8, 2), 1), ((16,), 0)])

@@ -31,11 +31,6 @@ FILE = "rank-00000-of-00001.safetensors"
 STEP_2 = "step_00000002"
 
 
-def inject_fault(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
-    monkeypatch.setattr(faults, "_faults", [tuple(fault.split(":"))])
-    faults._visits.clear()
-
-
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
     """A directory with checkpoints of steps 1 and 2."""
@@ -46,7 +41,9 @@ def root(tmp_path: Path) -> Path:
 def test_saved_values_are_those_at_the_call(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    inject_fault(monkeypatch, "checkpoint.before_write:*:1:sleep-100")
+    fault = ("checkpoint.before_write", "*", "1", "sleep-100")
+    monkeypatch.setattr(faults, "_faults", [fault])
+    faults._visits.clear()
     threads = set(threading.enumerate())
     writer = make_writer(tmp_path)
     fragments, state = make_fragments(1), {"step": 1}
@@ -153,12 +150,6 @@ def test_impossible_saves_are_reported(tmp_path: Path, monkeypatch: pytest.Monke
 # --- damage ---------------------------------------------------------------------------------------
 
 
-def flip_bit(file: Path, position: int, bit: int = 0) -> None:
-    content = bytearray(file.read_bytes())
-    content[position] ^= 1 << bit
-    file.write_bytes(content)
-
-
 def test_every_flipped_bit_is_detected(root: Path) -> None:
     rng = random.Random(0)
     intact = root.parent / "intact"
@@ -168,7 +159,9 @@ def test_every_flipped_bit_is_detected(root: Path) -> None:
         file = root / STEP_2 / rng.choice([FILE, "manifest.json"])
         size = file.stat().st_size
         in_header = rng.random() < 0.5  # half of the bits
-        flip_bit(file, rng.randrange(min(500, size) if in_header else size), rng.randrange(8))
+        content = bytearray(file.read_bytes())
+        content[rng.randrange(min(500, size) if in_header else size)] ^= 1 << rng.randrange(8)
+        file.write_bytes(content)
         with pytest.raises(CheckpointError):
             Checkpoint.open(file.parent).verify()
 

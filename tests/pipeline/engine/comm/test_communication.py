@@ -14,11 +14,6 @@ from tests.distributed import rank, run_ranks
 from tests.pipeline.engine.test_stages import build, compute_loss, settings
 
 
-def get_unit_bytes(engine: Engine) -> dict[str, int]:
-    """Return the bytes of the fp32 vectors of each unit."""
-    return {unit.name: sum(4 * flat.numel for flat in unit.flats) for unit in engine.zero.units}
-
-
 def count_moved_bytes(stage: int, zero: dict[str, Any]) -> tuple[dict[str, int], dict[str, int]]:
     engine = Engine(build("llama", "fp32"), settings(stage, max_norm=1.0, **zero), total_steps=2)
     moved, enter = Counter[str](), engine.comm.enter
@@ -32,7 +27,9 @@ def count_moved_bytes(stage: int, zero: dict[str, Any]) -> tuple[dict[str, int],
         moved.clear()
         engine.backward(compute_loss(engine, step, 0, rank()))
         engine.step()
-    return dict(moved), get_unit_bytes(engine)
+    return dict(moved), {
+        unit.name: sum(4 * flat.numel for flat in unit.flats) for unit in engine.zero.units
+    }
 
 
 @pytest.mark.parametrize("zero", [{}, {"shared_memory": False}], ids=["memory", "process group"])

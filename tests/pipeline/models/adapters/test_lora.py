@@ -10,22 +10,19 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from pipeline.config import LoraConfig, OptimConfig, TrainedModelConfig
 from pipeline.data.batches import collate
-from pipeline.demo.model import VOCABULARY, build_tokenizer
+from pipeline.demo.model import build_tokenizer
 from pipeline.engine.engine import Engine
 from pipeline.models.forward.forward import Policy, Scorer
 from pipeline.models.hf.export import export
 from pipeline.models.trained import prepare_causal_lm, prepare_classifier
 from pipeline.system.errors import ConfigError
-from tests.families import random_rows, save_to, tiny_causal_lm
+from tests.families import random_rows
+from tests.pipeline.models.adapters.quantized_models import save_base
 
 CPU = torch.device("cpu")
 LORA = LoraConfig(rank=4, alpha=8.0)
 BATCH = collate(random_rows((9, 4, 7)))
 IDS = torch.tensor([[5, 6, 7, 8, 9]])
-
-
-def save_base(family: str, directory: Path, **changes: object) -> str:
-    return save_to(tiny_causal_lm(family, vocab_size=VOCABULARY, **changes), directory)
 
 
 def settings(path: str, **changes: object) -> TrainedModelConfig:

@@ -44,10 +44,6 @@ def model_with_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return path
 
 
-def code_has_run() -> bool:
-    return Path(os.environ["RAN"]).exists()
-
-
 def test_model_with_code_raises_without_running_it(model_with_code: str) -> None:
     message = (
         f"{model_with_code} contains Python code that loading would execute; review the code, and"
@@ -58,4 +54,4 @@ def test_model_with_code_raises_without_running_it(model_with_code: str) -> None
     with pytest.raises(ModelError, match=f"^{re.escape(message)}$"):
         check_model_directory(model_with_code)  # as a plan does
 
-    assert not code_has_run()
+    assert not Path(os.environ["RAN"]).exists()

@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from pipeline.config import LoraConfig, TrainedModelConfig
-from pipeline.data.batches import TokenBatch, collate
+from pipeline.data.batches import collate
 from pipeline.engine.engine import Engine
 from pipeline.engine.sharding.tensor_parallel import get_role, get_shard
 from pipeline.models.adapters.lora import add_lora
@@ -43,13 +43,6 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 """Families and their settings; those named LoRA train adapters of all linear layers."""
 
 
-def make_batch(vocab_size: int) -> TokenBatch:
-    """Return an odd number of tokens from the whole vocabulary."""
-    rows = random_rows((9, 14, 6))
-    scaled = [[token * (vocab_size // VOCAB) for token in row.input_ids] for row in rows]
-    return collate([replace(row, input_ids=ids) for row, ids in zip(rows, scaled, strict=True)])
-
-
 def add_random_adapters(model: PreTrainedModel) -> PeftModel:
     """Return the model with random adapters."""
     trained = add_lora(model, LoraConfig(rank=4, alpha=8.0), task="causal", seed=0)
@@ -81,7 +74,11 @@ def compute_results(
         model_parallel=mesh.model_parallel,
         tensor=mesh.tensor,
     )
-    batch = make_batch(model.config.vocab_size)
+    rows = random_rows((9, 14, 6))
+    scaled = [
+        [token * (model.config.vocab_size // VOCAB) for token in row.input_ids] for row in rows
+    ]
+    batch = collate([replace(row, input_ids=ids) for row, ids in zip(rows, scaled, strict=True)])
     outputs = engine(batch, temperature=0.7, entropy=True)
     loss = -outputs.logprobs.sum() - 0.1 * outputs.entropy.sum()
     engine.backward(loss)
