@@ -29,7 +29,7 @@ def main(argv: Sequence[str]) -> None:
     """Load the model, then chat until the input ends.
 
     Raises:
-        UserError: a setting is wrong, or the path has no model.
+        UserError: a setting is wrong, or the path contains no model.
     """
     config = parse_command(
         ChatConfig,

@@ -72,8 +72,8 @@ class Conversation:
     def respond(self, text: str, write: Callable[[str], None], *, prefix: str = "") -> TurnResult:
         """Respond to the user's `text`, passing pieces of the response to `write` as they come.
 
-        `prefix` is written first and is not part of the response. A KeyboardInterrupt from then on
-        ends the response; the pieces written so far are kept.
+        `prefix` is written first and is not part of the response. A KeyboardInterrupt ends the
+        response; the pieces that were already written remain in the dialogue.
 
         Raises:
             DataError: `text` alone does not fit in the context; the dialogue is unchanged.
@@ -238,7 +238,7 @@ class Terminal:
                 )
 
     def save(self, text: str) -> None:
-        """Write the messages to a new file, or to one that this chat has written before."""
+        """Write the messages to a file, which must be new or written earlier by this chat."""
         if not text:
             self.print_line("(/save needs a file name)")
             return

@@ -72,7 +72,7 @@ def main(argv: Sequence[str]) -> None:
     """Respond to the prompts.
 
     Raises:
-        UserError: a setting is wrong, the path has no model, or a line is not a prompt.
+        UserError: a setting is wrong, the path contains no model, or a line is not a prompt.
     """
     config = parse_command(
         GenerateConfig,

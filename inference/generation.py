@@ -145,11 +145,11 @@ def gather_prompts(
 ) -> tuple[list[KeyedPrompt], list[list[int]]]:
     """Gather the prompts of a tensor-parallel group, in rank order.
 
-    A prompt that several processes have with the same key (those of a tensor-parallel group in
-    training) is gathered only once.
+    A prompt that several processes hold under the same key, as the tensor-parallel groups of
+    training do, is gathered only once.
 
     Returns:
-        (the prompts, the indices of each among this process's own prompts).
+        (the gathered prompts, and the indices of each one in this process's `prompts`).
     """
     indices: dict[tuple[KeyedPrompt, int], list[int]] = {}
     for rank, rank_prompts in enumerate(tp_group.gather_objects(list(prompts))):

@@ -75,7 +75,7 @@ class HybridEngine:
                 self.replica.release()
 
     def metrics(self) -> dict[str, int | float]:
-        """Return the hash of the weights last used in generation, and the seconds to sync them."""
+        """Return the hash of the weights last used for generation, and the sync time in seconds."""
         return {"weights_hash": self.weights_hash, "seconds_weight_sync": self.seconds}
 
     @contextmanager

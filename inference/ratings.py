@@ -137,7 +137,7 @@ def count_pairs(ratings: Sequence[Rating]) -> int:
 
 
 def choice_label(pair: Rating) -> str:
-    """Return the chosen response, "first" or "second" in alphabetical order; empty if neither."""
+    """Return the chosen response's alphabetical rank, "first" or "second"; empty if neither."""
     if pair.get("tie") or pair.get("choice") is None:
         return ""
     texts = [answer["text"] for answer in pair["answers"]]
@@ -165,7 +165,7 @@ def main(argv: Sequence[str]) -> None:
     """Run `export`.
 
     Raises:
-        UserError: a file can't be read or written, or has lines that are not ratings.
+        UserError: a file can't be read or written, or contains lines that are not ratings.
     """
     command, *arguments = argv or ["--help"]
     require(command in ("export", "-h", "--help"), f"unknown command {command!r}; usage: {USAGE}")

@@ -68,11 +68,11 @@ class RemoteGenerator:
         batch: int,
         on_response: Callable[[int, Response], None] | None = None,
     ) -> list[Response]:
-        """Return responses to this process's prompts: those requested ahead, if there are any.
+        """Return responses to this process's prompts.
 
-        Otherwise, the responses are sampled with the engine's current weights. `batch` is a number
-        that identifies the batch, the same on all training processes. `on_response` is called with
-        (index of the prompt, response).
+        Unless this batch was requested ahead, the engine's current weights sample the responses.
+        `batch` is a number that identifies the batch, the same on all training processes.
+        `on_response` is called with (index of the prompt, response).
         """
         self._wait()
         self.staleness = int(batch == self._batch)
@@ -110,7 +110,7 @@ class RemoteGenerator:
         return {"batch": self._batch, "hash": self.weights_hash, "responses": responses}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Use the saved responses instead of those that were requested since."""
+        """Restore the saved responses, and discard any that were requested ahead."""
         self._wait()
         self._batch, self.weights_hash = state["batch"], state["hash"]
         self._ahead = {int(key): Response(**value) for key, value in state["responses"].items()}
@@ -142,8 +142,8 @@ class RemoteGenerator:
 def remote_generation(groups: RolloutGroups) -> Iterator[RemoteGenerator]:
     """Context manager that ends the generating processes with the training processes.
 
-    After an error, or a signal to this process alone, the other training processes may not get
-    here; closed connections or the watchdog then end the generating processes.
+    After an error, or a signal to this process alone, the other training processes may not leave
+    the context; closed connections or the watchdog then end the generating processes.
     """
     generator = RemoteGenerator(groups)
     try:

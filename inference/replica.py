@@ -86,7 +86,7 @@ class WeightSources:
     Args:
         trained: the base model inside the adapters, or this process's stage of it.
         replica: the full model, on the meta device.
-        stages: the group of processes that train its stages; the constructor is a collective.
+        stages: the processes that train the model's stages; the constructor is a collective.
     """
 
     def __init__(self, trained: PreTrainedModel, replica: PreTrainedModel, stages: Group) -> None:
@@ -102,7 +102,7 @@ class WeightSources:
                 self._buffers |= buffers
 
     def buffer(self, module: str, leaf: str) -> Tensor | None:
-        """Return the trained buffer; None if neither this stage nor the model's files have it."""
+        """Return the trained buffer; None if neither this stage nor the model's files hold it."""
         try:
             return self._trained.get_submodule(module).get_buffer(leaf)
         except AttributeError:
@@ -143,9 +143,9 @@ def _merge_stages(
 
 
 def _build_like(trained: nn.Module, *, tp_size: int) -> PreTrainedModel:
-    """Build a model of the trained one's class, with its adapters, on the meta device.
+    """Build a model on the meta device, of the same class and with the same adapters as `trained`.
 
-    Layers are quantized like those of the trained model, unless processes share them.
+    Layers are quantized like those of `trained`, unless they are sharded over processes.
     """
     plain = base_model(trained)
     config, model_class = copy.deepcopy(plain.config), type(plain)
@@ -338,7 +338,7 @@ class Replica:
         return combine_sums([*sums], all_reduce_(torch.stack([*sums.values()]), self.tp_group))
 
     def _sum_bits(self, shard: Tensor, spec: ShardSpec | None) -> Int64[Tensor, ""]:
-        """Sum the bits of this process's shard, except elements that a lower rank also has."""
+        """Sum the bits of this process's shard, except elements that a lower rank also holds."""
         if spec is not None:
             parts = spec.first_copies(shard)
         else:
@@ -348,7 +348,7 @@ class Replica:
 
 
 def iter_merged(model: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
-    """Yield (name, name in an export, merged weight); a tied weight has its first name."""
+    """Yield (name, name in an export, merged weight); tied weights once, by the first name."""
     names: dict[tuple[nn.Parameter, bool], str] = {}
     for name, _, _, param in iter_parameters(model):  # an adapter unties its layer
         names.setdefault((param, ".base_layer." in name), name)

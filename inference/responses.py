@@ -50,7 +50,7 @@ def read_prompts(path: Path) -> list[Prompt]:
     """Read the prompts in a .jsonl file; blank lines are skipped.
 
     Raises:
-        DataError: the file can't be read, has no prompts, or has a line that is not a prompt.
+        DataError: the file can't be read, or contains no prompts or a line that is not a prompt.
     """
     try:
         lines = path.read_text(encoding="utf-8-sig").split("\n")

@@ -1,4 +1,4 @@
-"""Decode one pass ahead of the host: sampled tokens are inputs of the next pass on the GPU.
+"""Decode one pass ahead of the host: the GPU feeds sampled tokens directly to the next pass.
 
 The host reads the tokens of a pass while the GPU computes the next one. Rows are not reassigned
 meanwhile: sequences that have ended are still computed, and their tokens are dropped.
@@ -23,10 +23,10 @@ class AheadDecoder:
     """Runs passes over the same sequences, feeding sampled tokens to the next pass on the device.
 
     Args:
-        rows: replays the passes; it has just computed one.
-        tickets: the sequences of its first rows, for which `can_decode_ahead` holds.
-        logits: the result of that pass.
-        max_passes: number of passes for which the sequences have pages; None for any number.
+        rows: replays the passes, and has just replayed one.
+        tickets: the sequences in the first rows; `can_decode_ahead(tickets)` must be true.
+        logits: the result of the replayed pass.
+        max_passes: number of passes for which pages are allocated; None for no limit.
         counts: counts the passes.
     """
 
@@ -106,7 +106,7 @@ def remaining_tokens(ticket: Ticket) -> int:
 
 
 def can_decode_ahead(tickets: Sequence[Ticket]) -> bool:
-    """Return whether the device can choose tokens: given one sampler, raw logits, no `num_top`."""
+    """Return whether the tickets share a sampler that keeps the logits, and none sets `num_top`."""
     sampler = tickets[0].sampler
     is_uniform = all(t.sampler is sampler and t.request.num_top is None for t in tickets)
     return is_uniform and sampler.logits_change_reason is None

@@ -64,8 +64,8 @@ class OpenBatch:
         capacity: maximum number of tokens per sequence (prompt and response).
         num_pages: number of cache pages, for at least one sequence; by default, for all slots.
         chunk: maximum number of prompt tokens per step (default `PREFILL`).
-        reuse_prefixes: whether prompts reuse the longest common prefix with a sequence in a slot,
-            running or ended, of the same `scope`; otherwise only equal prompts are shared.
+        reuse_prefixes: whether a prompt reuses its longest common prefix with any sequence of the
+            same `scope` in a slot, running or ended; otherwise only equal prompts are shared.
         passes: counts the passes.
     """
 
@@ -210,7 +210,7 @@ class OpenBatch:
         return True
 
     def _forward(self) -> tuple[Sequence[Ticket], list[Choice], dict[int, TokenLogprobs]]:
-        """Prefill and decode; return requests, tokens or errors, and `TokenLogprobs` by row."""
+        """Prefill and decode; return requests, their choices, and `TokenLogprobs` by row."""
         rows = self._rows
         if self._ahead is None:
             rows.prefill(self._waiting, chunk=self._chunk, is_closed=self._closed)
@@ -259,7 +259,7 @@ class OpenBatch:
 
 
 def choose_tokens(tickets: Sequence[Ticket], logits: Float[Tensor, "B V"]) -> list[Choice]:
-    """Choose a token for each sequence, in one call for sequences with equal settings."""
+    """Choose a token for each sequence; sequences with the same sampler share one call."""
     groups: dict[int, list[int]] = {}
     for row, ticket in enumerate(tickets):
         groups.setdefault(id(ticket.sampler), []).append(row)
@@ -295,7 +295,7 @@ def _choose_in_group(tickets: Sequence[Ticket], logits: Float[Tensor, "B V"]) ->
 def requested_logprobs(
     tickets: Sequence[Ticket], logits: Float[Tensor, "B V"], choices: Sequence[Choice]
 ) -> dict[int, TokenLogprobs]:
-    """Return the policy's log-probabilities, by row, for the requests with `num_top`."""
+    """Return the `TokenLogprobs` of the requests that set `num_top`, by row."""
     chosen = {
         row: (choice[0], ticket.request.num_top)
         for row, (ticket, choice) in enumerate(zip(tickets, choices, strict=True))

@@ -1,7 +1,7 @@
 """Keys and values of running sequences, in pages that sequences share (Kwon et al. 2023).
 
 The cache is passed to an unmodified Hugging Face model, whose layers store keys and values in it.
-A pass is one row of tokens from any sequences; its layout computes attention.
+A pass is one row of tokens from any sequences, whose layout computes attention.
 Dimension names: P pages, T tokens of a page, N tokens of a pass, B sequences, L pages of a
 sequence, G key/value heads, H query heads, D and E head sizes.
 """
@@ -110,7 +110,7 @@ class PagedCache(Cache):
 
     @torch.inference_mode()
     def copy(self, sources: Mapping[int, int]) -> None:
-        """Copy pages, given the source of each target; all are read before any is written."""
+        """Copy pages; `sources` maps targets to sources, which are all read before any write."""
         if not sources:
             return
         for stored in (*self.keys, *self.values):

@@ -49,7 +49,7 @@ class PaddedRows:
         self._batch = PaddedBatch(self._model, tickets)
 
     def step(self) -> tuple[list[Ticket], Float[Tensor, "B V"]]:
-        """Process the prompts or the newest tokens; return the logits of the next ones.
+        """Process the prompts or the newest tokens; return the logits of the next tokens.
 
         Ended requests still have rows until they leave the batch; their tokens are dropped.
         """

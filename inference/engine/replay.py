@@ -29,7 +29,7 @@ Column = tuple[int, int, int]
 
 
 class ReplayError(Exception):
-    """A pass can't be replayed without its modules; the message is a clause with the reason."""
+    """A pass can't be replayed without its modules; the message states the cause."""
 
 
 @dataclass
@@ -50,7 +50,7 @@ class PassCounts:
 
 
 class ReplayStage(Enum):
-    """The kind of the next pass with a given number of rows."""
+    """What the next pass of a `ReplayedRows` does."""
 
     RECORD = auto()
     VERIFY = auto()
@@ -60,7 +60,7 @@ class ReplayStage(Enum):
 class ReplayedRows(ABC):
     """Passes of a fixed size: the first is recorded, the second verified, later ones replayed.
 
-    The first two return the logits of the modules.
+    The first two passes return the logits that the modules computed.
     """
 
     def __init__(self, num_rows: int) -> None:
@@ -147,7 +147,7 @@ UNREPLAYABLE_TAGS = (torch.Tag.nondeterministic_seeded, torch.Tag.data_dependent
 
 @dataclass(frozen=True)
 class Call:
-    """An operator call, with the tensors that it read and created."""
+    """A recorded operator call, and the tensors that it read and created."""
 
     operator: Any
     """PyTorch's operator; None for attention, which is computed outside the trace."""
@@ -162,7 +162,7 @@ class Call:
 
     @property
     def name(self) -> str:
-        """Name of the operator without namespace or overload; `outside` if there is none."""
+        """The operator's name without namespace or overload; `outside` without an operator."""
         return self.operator.overloadpacket.__name__ if self.operator else "outside"
 
     def inputs(self) -> Iterator[Tensor]:
@@ -421,7 +421,7 @@ FUSIONS = ((NORMS, fuse_norm), (ROTATIONS, fuse_rotation), (ADAPTERS, fuse_adapt
 
 
 def to_pattern(group: Sequence[Call]) -> tuple[tuple[object, ...], list[Tensor]]:
-    """Return names and arguments of calls in the form of `NORM`, and the numbered tensors."""
+    """Convert calls to a pattern such as `NORM`; return it and the tensors that it numbers."""
     tensors: dict[object, Tensor] = {}
 
     def number(value: object) -> object:
@@ -440,7 +440,7 @@ def to_pattern(group: Sequence[Call]) -> tuple[tuple[object, ...], list[Tensor]]
 
 
 def tensor_key(tensor: Tensor) -> object:
-    """Return a key that is equal for tensors with the same memory and layout."""
+    """Return a key that identifies a tensor's address, shape, strides and dtype."""
     return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
 
@@ -494,7 +494,7 @@ def storage_key(tensor: Tensor) -> int:
 
 
 class CurrentLayout:
-    """The layout passed to the modules; delegates to that of the current pass, traced or not."""
+    """The layout passed to the modules; delegates to the layout of the current pass."""
 
     def __init__(self) -> None:
         self.layout: DecodeAttention | None = None
@@ -581,7 +581,7 @@ class TracedRows(ReplayedRows):
         return self._trace.replay()
 
     def _prepare_matmul(self, call: Call) -> Replay | None:
-        """Return a kernel call for a matmul, which skips padding rows; None if unsupported."""
+        """Return a kernel that computes a matmul without padding rows; None if unsupported."""
         if kernel_mode() == "off" or len(call.outputs) != 1 or call.kwargs:
             return None
         if call.outputs[0].shape[:-1].numel() != self._inputs.shape[1]:

@@ -90,12 +90,12 @@ def to_array(tokens: Sequence[int]) -> Int[np.ndarray, " P"]:
 
 
 def sample_key(row: int, sample: int) -> int:
-    """Return the random-number key of a row's sample, the same for any number of samples."""
+    """Return a sample's random-number key, which doesn't depend on the number of samples."""
     return sample << 40 | row
 
 
 class Ticket:
-    """A submitted request with its response so far, which `OpenBatch.step` extends."""
+    """A submitted request, and its response so far, which `OpenBatch.step` extends."""
 
     def __init__(self, request: Request) -> None:
         self.request = request
@@ -110,12 +110,12 @@ class Ticket:
 
     @cached_property
     def prompt(self) -> Int[np.ndarray, " P"]:
-        """The tokens of its prompt, followed by its response if `reset_prefill` was called."""
+        """The tokens to prefill: the prompt and, after `reset_prefill`, the response so far."""
         return to_array(self.request.prompt)
 
     @cached_property
     def prompt_key(self) -> Hashable:
-        """A key that is equal for tickets whose prompt needs to be prefilled only once."""
+        """Key of `prompt`; tickets with equal keys need only one prefill."""
         return self.request.scope, self.request.prompt
 
     @property
@@ -124,7 +124,7 @@ class Ticket:
         return [*self.request.prompt, *self.response.ids]
 
     def reset_prefill(self) -> None:
-        """Return to the prefill stage with the response so far, whose keys and values are lost."""
+        """Require another prefill of prompt and response so far, whose pages were freed."""
         self.prompt = to_array(self.tokens)
         self.prompt_key = self.request.scope, tuple(self.tokens)
 

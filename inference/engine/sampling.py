@@ -249,10 +249,10 @@ def keep_top_p(probabilities: Float[Tensor, "B V"], top_p: float) -> Float[Tenso
 def inverse_transform(
     weights: Float[Tensor, "B V"], points: Float[Tensor, " B"]
 ) -> Int[Tensor, " B"]:
-    """Return each row's token at the fraction `points` of its total weight, never one of weight 0.
+    """Return each row's token at the fraction `points` of its cumulative weight.
 
-    In a large vocabulary, first the token's block and then the token is found, in one pass over the
-    weights.
+    Tokens of weight 0 are never returned. In a large vocabulary, the token's block is found first,
+    and then the token, in one pass over the weights.
     """
     if weights.shape[-1] <= MAX_UNBLOCKED:
         return _search(weights, points)[0]
@@ -266,7 +266,7 @@ def inverse_transform(
 def _search(
     weights: Float[Tensor, "B K"], points: Float[Tensor, " B"]
 ) -> tuple[Int[Tensor, " B"], Float[Tensor, " B"]]:
-    """Return the index at a fraction of the total weight, and the fraction within its weight."""
+    """Return the index at a fraction of the cumulative weight, and the position in that item."""
     cumulative = weights.double().cumsum(dim=-1)
     thresholds = points[:, None] * cumulative[:, -1:]
     index = torch.searchsorted(cumulative, thresholds, right=True)
@@ -337,7 +337,7 @@ class TokenLogprobs(NamedTuple):
 def compute_logprobs(
     logits: Float[Tensor, "B V"], tokens: Sequence[int], num_top: Sequence[int]
 ) -> list[TokenLogprobs]:
-    """Return the log-probabilities of one token of each row and of the `num_top` likeliest ones."""
+    """Return, for each row, the log-probabilities of its token and its `num_top` likeliest ones."""
     logprobs = logits.float().log_softmax(dim=-1)
     chosen = [row[token] for row, token in zip(logprobs, tokens, strict=True)]
     values, ids = logprobs.topk(min(max(num_top, default=0), logits.shape[-1]), dim=-1)

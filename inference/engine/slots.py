@@ -65,8 +65,8 @@ class PagePool:
 class Slot:
     """Holds a running sequence, an ended one whose keys and values remain stored, or nothing.
 
-    Prefill processes all but the last token of a prompt. The first decoding pass processes that
-    one, so a sequence is running as soon as the rest of its prompt is stored.
+    Prefill processes all tokens of a prompt except the last, which the first decoding pass
+    processes. A sequence is therefore running as soon as the rest of its prompt is stored.
     """
 
     index: int
@@ -111,7 +111,7 @@ class Slot:
 
     @property
     def may_grow(self) -> bool:
-        """Whether its request may need another page and doesn't have a spare one yet."""
+        """Whether the request may need another page, and the slot has no spare page."""
         if self.ticket is None:
             return False
         length = len(self.ticket.request.prompt) + len(self.ticket.response.ids)
@@ -198,7 +198,7 @@ class Scheduler:
         num_slots: number of sequences that run at once.
         capacity: maximum length of a sequence; the cache has pages for at least one of that length.
         reuse: whether prompts reuse any common prefix; otherwise only equal prompts share one.
-        lookahead: number of further tokens to reserve pages for, if enough pages are free.
+        lookahead: number of additional tokens to reserve pages for, if enough pages are free.
     """
 
     def __init__(
@@ -245,7 +245,7 @@ class Scheduler:
         """Return whether to interrupt decoding in order to admit requests or continue prefill.
 
         A closed batch waits until an eighth of the slots that have pages are free, or until the
-        prompts that fit into the free ones have `GROUP_TOKENS` tokens.
+        waiting prompts that fit into the free slots contain `GROUP_TOKENS` tokens.
         """
         if self.is_prefilling or not waiting or (self._is_blocked and self._blocked in waiting):
             return self.is_prefilling
@@ -295,7 +295,7 @@ class Scheduler:
     ) -> None:
         """Assign a slot and pages; `source` stores the first `count` tokens of the prompt.
 
-        Pages to copy are added to `copies`, each with its source.
+        Pages to copy are added to `copies`, which maps each target to its source.
         """
         if source in free_slots and 2 * count >= source.stored:
             slot = source
@@ -399,7 +399,7 @@ class Scheduler:
         return chunks
 
     def record_prefilled(self, chunks: Sequence[tuple[Slot, int]]) -> None:
-        """Add the tokens that a prefill pass has stored to the counts."""
+        """Add the numbers of tokens that a prefill pass has stored to the slots' counts."""
         for slot, count in chunks:
             slot.stored += count
         self._prefilling = [slot for slot in self._prefilling if slot.num_unread]
@@ -494,7 +494,7 @@ class Slots(Scheduler):
     def prefill(self, waiting: Waiting, *, chunk: int, is_closed: bool) -> None:
         """Give free slots to the oldest requests, and prefill at most `chunk` prompt tokens.
 
-        In a closed batch, prefill all admitted prompts once enough are waiting to be worth it.
+        In a closed batch, prefill all admitted prompts once `should_prefill` returns True.
         """
         self.grow(waiting)
         if self.running and not self.should_prefill(waiting, is_closed=is_closed):
@@ -532,7 +532,7 @@ class Slots(Scheduler):
 
     @torch.inference_mode()
     def step(self) -> tuple[list[Ticket], Float[Tensor, "B V"]]:
-        """Process each running sequence's newest token; return the logits of the next ones."""
+        """Process each running sequence's newest token; return the logits of the next tokens."""
         slots, running = self.running_slots, self.running
         lengths = [slot.length + 1 for slot in slots]
         pages = self.table[[slot.index for slot in slots], : max(len(slot.pages) for slot in slots)]

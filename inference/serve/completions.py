@@ -107,7 +107,7 @@ async def _events(reply: "ChatReply | TextReply") -> AsyncGenerator[bytes]:
 
 
 class Reply:
-    """A parsed request, and the code that both kinds of responses share.
+    """A parsed request; the base class of chat and text replies.
 
     Args:
         state: the server's state.
@@ -233,7 +233,7 @@ class Reply:
 
 
 def check_prompt(served: ServedModel, prompt: Sequence[int], param: str, min_room: int = 1) -> None:
-    """Reject a prompt that is empty, leaves no room for `min_room` tokens or has unknown ids.
+    """Reject a prompt that is empty, contains unknown ids, or leaves less than `min_room` tokens.
 
     Raises:
         ApiError: the prompt is rejected.
@@ -310,7 +310,7 @@ class ChatReply(Reply):
         self.prepare(fields, fields.max_tokens if limit is None else limit, fields.num_top)
 
     def make_choice(self, number: int, piece: Piece) -> dict[str, Any]:
-        """Return the choice for a complete response."""
+        """Return the `choices` entry of a complete response."""
         return {
             "index": number,
             "message": {"role": "assistant", "content": piece.text, "refusal": None},
@@ -398,7 +398,7 @@ class TextReply(Reply):
             self.scores.append(scores)
 
     def make_choice(self, number: int, piece: Piece) -> dict[str, Any]:
-        """Return the choice for a complete response, with the prompt if it is echoed."""
+        """Return the `choices` entry of a complete response, after the prompt if it is echoed."""
         index, text, logprobs = number // self.per_prompt, piece.text, None
         if self.echoes is not None:
             text = self.echoes[index] + text

@@ -77,7 +77,7 @@ class ServedModel:
 
         Args:
             messages: the dialogue.
-            continues: whether the response continues the last turn, which is the assistant's.
+            continues: whether the response continues the last turn, an assistant turn.
             adds_prompt: whether to add the generation prompt after a user turn.
             arguments: arguments of the chat template.
 
@@ -121,7 +121,7 @@ class ServedModel:
             raise ApiError(400, reason, param="chat_template_kwargs") from None
 
     def encode_text(self, text: str, *, special: bool = True) -> list[int]:
-        """Return a text's token ids; `special` adds special tokens unless it has BOS already."""
+        """Return a text's token ids; `special` adds special tokens unless the text has BOS."""
         bos_token = self.tokenizer.bos_token
         special = special and not (bos_token and text.startswith(str(bos_token)))
         return list(self.tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])
@@ -147,7 +147,7 @@ class ServedModel:
 
 @dataclass(frozen=True)
 class ServedReward:
-    """A reward model with the chat format that was saved with it."""
+    """A reward model, and the chat format that was saved with it."""
 
     name: str
     scorer: Scorer
@@ -417,8 +417,8 @@ def _num_bytes(model: nn.Module) -> int:
 def _load_tokenizer(path: ModelPath) -> PreTrainedTokenizerBase:
     """Load the model's tokenizer.
 
-    A run's base model, if it has no chat template, uses the tokenizer of the model that step 1
-    trained from it, provided the vocabulary is the same, so that both models get the same text.
+    A run's base model without a chat template uses the tokenizer of the model that step 1 trained
+    from it if their vocabularies are equal, so that both models get the same text.
     """
     tokenizer = load_tokenizer(FrozenModelConfig(path=path.path))
     if path.template_source is None or tokenizer.chat_template:

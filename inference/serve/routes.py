@@ -253,5 +253,5 @@ def _ratings(state: State) -> RatingsFile:
 
 
 def _key_name(request: Request) -> str:
-    """Return the name of the request's key, or an empty string, since addresses aren't stored."""
+    """Return the name of the request's API key; without one, an empty string, not the address."""
     return get_client(request) if request.scope.get("key_name") else ""

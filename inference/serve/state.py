@@ -1,4 +1,4 @@
-"""Server state, and the part of generation on the event loop: admission and delivery."""
+"""Server state, and the event loop's part of generation: admission and delivery."""
 
 import asyncio
 import time
@@ -175,6 +175,6 @@ def get_state(request: Request) -> State:
 
 
 def get_client(request: Request) -> str:
-    """Return the client's name for fairness and logs: that of its key, or its address."""
+    """Return the client's name for scheduling and logs: its key's name, or else its address."""
     name = request.scope.get("key_name")
     return str(name or (request.client.host if request.client else "?"))

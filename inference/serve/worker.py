@@ -117,7 +117,7 @@ class ResponseState:
         return self._text.stopped
 
     def add_token(self, event: TokenEvent) -> Piece | None:
-        """Add a token; return the piece that it completes, if the job streams."""
+        """Add a token; if the job streams, return the piece that the token completes."""
         if self.stopped:
             return None
         self._piece.ids.append(event.id)
@@ -194,7 +194,7 @@ class Worker:
         self._thread.join(timeout=30)
 
     def submit(self, job: Job) -> None:
-        """Queue a job; its pieces are put into it on the event loop."""
+        """Queue a job; the event loop adds the pieces of its responses to it."""
         with self._condition:
             self._submitted.append(job)
             self._condition.notify()
