@@ -66,7 +66,7 @@ class PretrainConfig(StepConfig):
 
         Raises:
             DataError: there is no corpus.
-            ConfigError: `warm_start` has no checkpoints.
+            ConfigError: `warm_start` contains no checkpoints.
         """
         from pipeline.data.store.corpus import find_paths
 

@@ -73,7 +73,7 @@ class Corpus:
         ]
 
     def next_rows(self) -> list[TokenRow]:
-        """Return the rows of the next global batch, which still contain held-out documents."""
+        """Return the rows of the next global batch; they may contain held-out documents."""
         for rows in self.files:
             rows.file.release()  # keep resident memory bounded
         return [self.files[file][row] for file, row in next(self.stream)]
@@ -83,7 +83,7 @@ def open_corpus(settings: CorpusSettings, *, batch_size: int, seed: int) -> Corp
     """Open the corpus.
 
     Raises:
-        DataError: a file can't be used or has a different tokenizer, or no document is left.
+        DataError: a file can't be used or has a different tokenizer, or no documents remain.
     """
     data = settings.data
     paths = find_paths(data)
@@ -123,7 +123,7 @@ def _open_files(path: CorpusPath, settings: CorpusSettings) -> list[Windows]:
 def _hold_out(
     files: Sequence[Windows], weights: Sequence[float], data: TextDataConfig
 ) -> tuple[list[TokenRow], HeldOut]:
-    """Return evaluation rows, taken from each file by weight, and the test for held-out documents.
+    """Return evaluation rows, drawn from files by weight, and the test for held-out documents.
 
     A document is held out if its draw, a number from 0 to 1 computed from its hash, is at most
     `eval_fraction`. If there is no such document, the one with the smallest draw is held out.
@@ -149,7 +149,7 @@ def _hold_out(
 
 
 def _find_smallest_draws(rows: Windows, count: int, data: TextDataConfig) -> dict[int, float]:
-    """Return draws of held-out documents that fill `count` rows, and the smallest draw examined."""
+    """Return draws of held-out documents for up to `count` rows, and the smallest draw found."""
     file, missing_tokens, held_out = rows.file, count * rows.max_length, HeldOut(seed=data.seed)
     num_searched = min(file.num_documents, MAX_SEARCHED)
     draws: dict[int, float] = {}

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Rows:
-    """The corpus, with the model's tokenizer."""
+    """The corpus, and the model's tokenizer."""
 
     tokenizer: "PreTrainedTokenizerBase"
     corpus: Corpus

@@ -67,7 +67,7 @@ def train(config: PretrainConfig) -> Path:
 
 
 def load_model(config: PretrainConfig, rows: Rows, run: Run) -> Pretraining:
-    """Load the model into its engine, with an earlier run's state if this run resumes it."""
+    """Load the model into its engine, and restore the run's state if it is resumed."""
     for note in rows.corpus.notes:
         logger.info("data for step 0: %s", note)
     model, passes = make_policy(

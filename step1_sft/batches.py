@@ -26,7 +26,7 @@ def encode(rows: Sequence[Example], chat: ChatFormat, config: SFTConfig) -> list
 
 
 def make_fit_check(chat: ChatFormat, config: SFTConfig) -> FitCheck[Example]:
-    """Build the check that finds truncated rows and counts the trained tokens each row keeps."""
+    """Return a check of which rows are truncated and how many trained tokens each row keeps."""
     limit = config.data.max_length
 
     def fit(rows: Sequence[Example]) -> list[RowFit]:

@@ -55,7 +55,7 @@ class SFTConfig(TaskSettings, EarlyStopping):
         """Keep the teacher's distributions only for training, and only if the loss uses them.
 
         Raises:
-            DataError: it uses them, but a row has none, or fewer tokens than another.
+            DataError: the loss uses them, but a row has none, or fewer tokens than another row.
         """
         held_out = [replace(row, teacher=None) if row.teacher else row for row in held_out]
         if self.distill_weight == 0:

@@ -14,7 +14,7 @@ from pipeline.system.errors import DataError
 
 
 def encode_distilled(row: Example, teacher: TeacherTokens, chat: ChatFormat) -> Encoded:
-    """Return the tokens of the prompt, followed by the teacher's, which are trained on.
+    """Return the prompt's tokens, followed by the teacher's tokens, which are trained on.
 
     Raises:
         DataError: the teacher's tokenizer or end-of-turn token differs from the student's.
@@ -43,8 +43,8 @@ def distillation_loss(
 
     KL(teacher || student) (Hinton et al. 2015, arXiv:1503.02531, at temperature 1) is computed over
     the teacher's most likely tokens and one bucket for all others, which bounds the full KL from
-    below. Its gradient with respect to the logits is p - t: the student's distribution minus the
-    teacher's, with the bucket's probability divided as by the student.
+    below. Its gradient with respect to the logits is p - t: the student's distribution p minus the
+    teacher's, which divides the bucket's probability among its tokens in proportion to p.
 
     Args:
         layer: hidden states, weight and bias of the output layer; or logits.

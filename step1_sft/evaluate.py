@@ -67,7 +67,7 @@ def main(argv: Sequence[str]) -> None:
     """Print the responses of both models, and write `--out`.
 
     Raises:
-        UserError: a setting is wrong, a path has no model, or a line is not a prompt.
+        UserError: a setting is wrong, a path contains no model, or a line is not a prompt.
     """
     config = parse_command(
         CompareConfig,

@@ -79,7 +79,7 @@ def train(config: SFTConfig) -> Path:
 
 
 def load_model(config: SFTConfig, rows: Rows, run: Run) -> SFTTraining:
-    """Load the actor into its engine, with an earlier run's state if this run resumes it."""
+    """Load the actor into its engine, and restore the run's state if it is resumed."""
     model, passes = make_policy(
         config.model,
         rows.tokenizer,

@@ -61,18 +61,18 @@ class RewardConfig(LabelSettings, EarlyStopping):
 
     @property
     def row_columns(self) -> RowColumns:
-        """Columns for labels, unless the step trains only on pairs."""
+        """The label columns, or none if the step trains only on pairs."""
         return RowColumns(labels=self.trains_on_labels)
 
     def choose_rows(
         self, train: Sequence[Example], held_out: Sequence[Example]
     ) -> tuple[list[Example], list[Example]]:
-        """Return the rows with the kind of label that is set or, if it is auto, detected."""
+        """Return the rows that have labels of the configured or detected kind."""
         return select_rows(self, train, held_out)
 
     @property
     def sequences_per_row(self) -> int:
-        """Maximum number of dialogues per row: two for pairs, or if the kind is detected later."""
+        """Maximum number of dialogues per row: 2 for pairs and auto, otherwise 1."""
         known = {"classes": 1, "scalar": 1, "steps": 1}
         return known.get(self.labels, 2)
 
@@ -97,7 +97,7 @@ class RewardConfig(LabelSettings, EarlyStopping):
 
 @dataclass(frozen=True, kw_only=True)
 class LabConfig:
-    """The reward model to measure, and the rows to measure it on."""
+    """The reward model to measure, and the labeled rows used for it."""
 
     path: str = ""
     """The reward model: OUT/step2_reward, or any sequence classifier."""

@@ -54,7 +54,7 @@ def main(argv: Sequence[str]) -> None:
     """Print each prompt, and its responses with their scores.
 
     Raises:
-        UserError: a setting is wrong, or the path has no reward model.
+        UserError: a setting is wrong, or the path contains no reward model.
     """
     options = parse_command(
         EvaluateConfig,

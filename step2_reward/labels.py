@@ -106,7 +106,7 @@ REQUIRED = {
 
 @dataclass(frozen=True)
 class Labels:
-    """A run's kind of label, and its classes, or mean and standard deviation, in the data."""
+    """A run's kind of label, and the data's classes, or its mean and standard deviation."""
 
     kind: LabelKind
     loss: Loss
@@ -144,7 +144,7 @@ def class_name(label: Label | None) -> str:
 def select_rows(
     config: LabelSettings, train: Sequence[Example], held_out: Sequence[Example]
 ) -> tuple[list[Example], list[Example]]:
-    """Return the training and held-out rows with the kind of label chosen by `labels`.
+    """Return the training and held-out rows that have labels of the kind `config.labels`.
 
     Raises:
         DataError: there are no such rows, all have one class, or one has an unlisted class.
@@ -164,7 +164,7 @@ def select_rows(
 
 
 def detect_kind(config: LabelSettings, rows: Sequence[Example]) -> LabelKind:
-    """Return `config.labels`, or, if that is auto, the kind that the rows have."""
+    """Return `config.labels` or, if it is auto, the kind of the rows' labels."""
     if config.labels != "auto":
         return config.labels
     if any(row.steps for row in rows):

@@ -145,7 +145,7 @@ class Objective(ABC):
     def evaluate(
         self, scorer: Scorer, rows: Sequence[Row], config: RewardConfig
     ) -> tuple[dict[str, float], HeldOutOutputs]:
-        """Return metrics of all processes' held-out rows, and the outputs for them."""
+        """Return the metrics of `rows`, which are the same on all processes, and the outputs."""
         totals = [0.0, 0.0]
 
         def observe(outputs: Float[Tensor, "O C"], batch: Batch) -> None:
@@ -160,11 +160,11 @@ class Objective(ABC):
 
     @abstractmethod
     def compute_metrics(self, held_out: HeldOutOutputs) -> dict[str, float]:
-        """Compute further metrics of held-out rows, which override `loss` and `accuracy`."""
+        """Compute additional metrics of held-out rows; they may replace `loss` and `accuracy`."""
 
 
 class PairObjective(Objective):
-    """Pairs, whose better response should score higher."""
+    """Pairs of responses, of which the better one should score higher."""
 
     def loss(self, outputs: Float[Tensor, "O C"], batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the loss summed over pairs, and the number ordered correctly; ties count half."""
@@ -212,18 +212,18 @@ class ClassObjective(Objective):
 
 
 class ScalarObjective(Objective):
-    """Numbers, learned with the squared error of standardized labels or binary cross entropy."""
+    """Numbers, learned with squared error (on standardized labels) or binary cross entropy."""
 
     has_accuracy = False
 
     def loss(self, outputs: Float[Tensor, "O C"], batch: Batch) -> tuple[Tensor, None]:
-        """Return the loss summed over rows, and None, since predictions aren't right or wrong."""
+        """Return the loss summed over rows, and None, since there are no correct predictions."""
         scores = outputs[batch.sequence_indices[:, 0]].squeeze(-1)
         error = squared_error if self.labels.loss == "mse" else binary_cross_entropy
         return error(scores, batch.targets), None
 
     def compute_metrics(self, held_out: HeldOutOutputs) -> dict[str, float]:
-        """Compute the fraction of pairs in correct order, rank correlation, and mean error."""
+        """Compute the fraction of correctly ordered pairs, rank correlation and mean error."""
         scores, targets = held_out.first_outputs.squeeze(1), held_out.targets
         predictions = scores if self.labels.loss == "mse" else scores.sigmoid()
         return {
@@ -287,7 +287,7 @@ class StepObjective(Objective):
         }
 
     def loss(self, outputs: Float[Tensor, "O C"], batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return the loss and the number of correct predictions over steps, times their weight."""
+        """Return the loss and the number of correct predictions, summed over weighted steps."""
         logits = outputs.squeeze(-1)
         right = ((logits > 0) == (batch.targets >= 0.5)).sum().double()
         return batch.weight * binary_cross_entropy(logits, batch.targets), batch.weight * right
@@ -298,7 +298,7 @@ class StepObjective(Objective):
 
 
 def predicted_steps(held_out: HeldOutOutputs) -> list[PredictedSteps]:
-    """Return the labeled steps of each row, with the model's log-odds."""
+    """Return the labeled steps of each row, and the model's log-odds for them."""
     return [
         PredictedSteps(row.targets, tuple(logit for (logit,) in logits))
         for row, logits in zip(held_out.rows, held_out.outputs, strict=True)

@@ -79,7 +79,7 @@ class Batch:
 def encode_dialogue(
     chat: ChatFormat, example: Example, response: Turns, *, max_length: int
 ) -> Encoded:
-    """Encode the prompt with a response, or the prompt alone if the response is empty.
+    """Encode the prompt and the response, or the prompt alone if the response is empty.
 
     Long dialogues lose their beginning, since the score is read at the end; for encoders
     the first token is kept.

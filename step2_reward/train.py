@@ -57,7 +57,7 @@ class RewardTraining:
     """Runs the model in its engine, or in all stages of a pipeline."""
 
     def evaluate(self) -> Evaluation:
-        """Return the metrics of the held-out rows, and the model's outputs for them."""
+        """Return the metrics of the held-out rows, and the model's outputs."""
         training = self.training
         return self.objective.evaluate(self.scorer, training.held_out, training.config)
 
@@ -95,7 +95,7 @@ def train(config: RewardConfig) -> Path:
 
 
 def load_model(config: RewardConfig, rows: Rows, run: Run) -> RewardTraining:
-    """Load the reward model into its engine, and with `resume` the state of an earlier run.
+    """Load the reward model into its engine, and restore the run's state if it is resumed.
 
     Raises:
         ModelError: the labels are steps, which an encoder can't score.
@@ -162,7 +162,7 @@ def take_step(reward: RewardTraining, run: Run, *, step: int) -> None:
 def selection_loss(metrics: Mapping[str, float], best_by: str = "accuracy") -> float:
     """Return the metric that the best weights minimize: the fraction of wrong rows, or the loss.
 
-    The loss is added as a tie-breaker, scaled to count less than half a row in a million.
+    To break ties, the loss is added, scaled to count at most as much as one row in ten million.
     """
     if best_by == "loss":
         return metrics["loss"]
@@ -178,7 +178,7 @@ def finish(
 ) -> None:
     """Export the best weights, and write the result.
 
-    `best_evaluation` is the evaluation of the best weights; None if it was made before a restart.
+    `best_evaluation` is the evaluation of the best weights, or None if it was lost in a restart.
     """
     training, labels = reward.training, reward.objective.labels
     best, config, rows = training.best, training.config, training.rows
@@ -201,7 +201,7 @@ def finish(
 
 
 def _compare_metrics(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, float]:
-    """Return each metric before and after training; mean scores only after it."""
+    """Return metrics before and after training; mean scores after it have no suffix."""
     metrics: dict[str, float] = {}
     for name, value in after.items():
         if name == "loss":
@@ -212,7 +212,7 @@ def _compare_metrics(before: Mapping[str, float], after: Mapping[str, float]) ->
 
 
 def _get_reliability(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Return the calibration error, temperature and length correlation, if known."""
+    """Return the calibration error, temperature and length correlation, if measured."""
     calibration, length = metrics.get("calibration"), metrics.get("length")
     reliability: dict[str, float] = {}
     if calibration:
@@ -224,7 +224,7 @@ def _get_reliability(metrics: Mapping[str, Any]) -> dict[str, float]:
 
 
 def label_settings(reward: RewardTraining) -> dict[str, Any]:
-    """Return entries of config.json: the kind of label, classes and their values, steps."""
+    """Return the entries of config.json that describe the labels and the model's outputs."""
     labels = reward.objective.labels
     settings: dict[str, Any] = {"label_kind": labels.kind}
     if labels.classes:

@@ -16,7 +16,7 @@ def main(argv: Sequence[str]) -> None:
     """Measure the model, write lab.json and predictions.jsonl, and print the findings.
 
     Raises:
-        UserError: a setting is wrong, the path has no classifier, or there are no labeled rows.
+        UserError: a setting is wrong, the path isn't a classifier, or there are no labeled rows.
     """
     config = parse_command(
         LabConfig,

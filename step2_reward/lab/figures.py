@@ -49,9 +49,9 @@ def concordance(scores: Float[Tensor, " N"], targets: Float[Tensor, " N"]) -> fl
 
 
 def area_under_curve(scores: Float[Tensor, " N"], positive: Bool[Tensor, " N"]) -> float | None:
-    """Return the area under the ROC curve: P(a positive scores above a negative).
+    """Return the area under the ROC curve, or None unless there are positives and negatives.
 
-    Computed from ranks (Mann and Whitney 1947); ties count half. None without items of both kinds.
+    This is P(a positive scores above a negative), from ranks (Mann and Whitney 1947).
     """
     num_positive = int(positive.sum())
     num_negative = len(positive) - num_positive
@@ -157,7 +157,7 @@ def make_bins(
 ) -> list[dict[str, float]]:
     """Sort rows by the probability of their most likely class, and split them into equal bins.
 
-    If several classes are equally likely, a row counts as the fraction of them that is correct.
+    If n classes tie as the most likely, and one of them is correct, the row counts as 1 / n.
     """
     probabilities = logits.softmax(dim=1)
     confidence = probabilities.max(dim=1).values

@@ -115,7 +115,7 @@ def measure(
 
 
 def score_outputs(logits: Float[Tensor, "N C"], labels: Labels) -> Float[Tensor, " N"]:
-    """Convert the model's outputs to scores: the only output, or the class's expected value."""
+    """Convert the model's outputs to scores: the only output, or the expected class value."""
     if labels.kind != "classes":
         return logits.squeeze(1)
     return logits.softmax(dim=1) @ torch.tensor(labels.values)
@@ -188,7 +188,7 @@ def compute_single_metrics(
 def compute_class_metrics(
     logprobs: Float[Tensor, "N C"], classes: Tensor, names: Sequence[str], *, key: str = "accuracy"
 ) -> Metrics:
-    """Return the class report, with the accuracy and its interval under `key`."""
+    """Return the class report, and under `key` the accuracy with its interval."""
     report = class_report(logprobs, classes, names)
     right = sum(row[index] for index, row in enumerate(report["confusion"]))
     return {key: fraction(float(right), len(classes)), **report}
@@ -206,8 +206,8 @@ def compute_probe_metrics(
     """Measure how each perturbation changes the scores of good responses.
 
     Returns:
-        change, the mean difference of the score in standard deviations `std`; lower, the fraction
-            of responses that score lower; responses, the number of responses.
+        For each perturbation: change, the mean change of the score in units of `std`; lower, the
+            fraction of responses that score lower; responses, the number of responses.
     """
     versions = [change_response(x, chat, max_length=config.data.max_length) for x in examples]
     rows = [Row((sequence,)) for row_versions in versions for sequence in row_versions]
@@ -228,7 +228,7 @@ def compute_probe_metrics(
 def change_response(example: Example, chat: ChatFormat, *, max_length: int) -> list[Encoded]:
     """Return a row's chosen response, followed by its perturbed versions in the order of `PROBES`.
 
-    Empty if the row has no prompt or finished response, or a version exceeds `max_length`.
+    The list is empty if the prompt or a finished response is missing, or a version is too long.
     """
     if len(example.chosen) != 1 or not example.prompt:
         return []
@@ -249,7 +249,7 @@ def change_response(example: Example, chat: ChatFormat, *, max_length: int) -> l
 
 
 def find_good_rows(labels: Labels, examples: Sequence[Example]) -> Sequence[Example]:
-    """Return the rows whose response is good: chosen, of the best class, or with a high label."""
+    """Return the rows with a good response: chosen, of the best class, or at least the median."""
     if labels.kind not in SINGLE_KINDS:
         return examples
     targets = [get_target(example, labels) for example in examples]
@@ -263,7 +263,7 @@ def find_good_rows(labels: Labels, examples: Sequence[Example]) -> Sequence[Exam
 def describe_steps(
     example: Example, row: Row, logits: Sequence[Sequence[float]], separator: str
 ) -> Metrics:
-    """Describe a row, with the probability that each labeled step is correct."""
+    """Describe a row of steps, and the probability that each labeled step is correct."""
     labeled = [index for index, label in enumerate(example.step_labels) if label is not None]
     probabilities: list[float | None] = [None] * len(example.steps)
     # Truncated rows have lost their first steps.
@@ -287,7 +287,7 @@ def describe_row(
     lengths: Sequence[int],
     scores: Sequence[Sequence[float]] | None,
 ) -> Metrics:
-    """Describe a row, with its scores and its prediction."""
+    """Describe a row, its scores, and the model's prediction."""
     line = _describe_prompt(example) | {
         "responses": [
             "\n\n".join(turn.content for turn in text) for text in get_responses(example, labels)
