@@ -1,4 +1,4 @@
-"""Check whether a step fits a machine, and find the cheapest settings with which it does.
+"""Check whether a step fits a machine, and find the cheapest settings with which it fits.
 
 Options that save memory are ordered as DeepSpeed orders them: smaller micro-batches,
 gradient checkpointing, stage 2, an offloaded optimizer, stage 3, offloaded weights; then tensor and
@@ -147,7 +147,7 @@ def suggest_fix(
     estimate: MemoryEstimator,
     origins: Mapping[str, str] | None = None,
 ) -> Settings | None:
-    """Find the cheapest change with which a step fits; None if there is none."""
+    """Find the cheapest change that makes a step fit; None if there is none."""
     options = [{"micro_batch_size": 1}, *list_savings(config, machine, origins or {})]
     on_device = [option for option in options if "cpu" not in option.values()]
     adapters = for_models(config, {"lora.rank": 16})
@@ -203,7 +203,7 @@ def choose_settings(
 
 
 def _fit_generation(config: StepConfig, machine: Machine, estimate: MemoryEstimator) -> Settings:
-    """Return the largest useful `generation_batch_size` that fits; empty for steps without it."""
+    """Return the largest useful `generation_batch_size` that fits; empty without rollouts."""
     work = config.workload(machine.world)
     if not work.generates_first:
         return {}
@@ -267,7 +267,7 @@ def _parallel_sizes(
 def merge_until_fit(
     config: StepConfig, machine: Machine, estimate: MemoryEstimator, options: Sequence[Settings]
 ) -> Settings | None:
-    """Merge the shortest prefix of the options with which a step fits; None if there is none.
+    """Merge the shortest prefix of the options that makes a step fit; None if there is none.
 
     Settings that turn out to be unnecessary are dropped, the most expensive first; then the
     micro-batch is enlarged as far as possible.

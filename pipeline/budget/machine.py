@@ -125,7 +125,7 @@ MEASURED_SECONDS = 0.2
 
 
 def data_sheet_flops(name: str) -> tuple[float, str] | None:
-    """Return a GPU's peak operations per second and its card, given its name; None if unknown."""
+    """Return a GPU's peak FLOP/s and its model, as in `TFLOPS`; None if the name is unknown."""
     for card in sorted(TFLOPS, key=len, reverse=True):
         if re.search(rf"{card}(?!\d)", name, re.IGNORECASE):  # an A1000 is not an A100
             return 1e12 * TFLOPS[card], card

@@ -86,7 +86,7 @@ class Phase:
         return int(sum(item.num_bytes for item in self.items if item.location == location))
 
     def at_minimum(self) -> "Phase":
-        """Return the same phase with the minimum memory to which it can adapt."""
+        """Return the phase with every item that adapts to free memory at its minimum."""
         items = (
             item if item.min_bytes is None else replace(item, num_bytes=item.min_bytes)
             for item in self.items
@@ -119,7 +119,7 @@ def step_memory(
 ) -> StepMemory:
     """Estimate the memory of a step on `machine`; nothing is allocated.
 
-    `origins` maps a directory that an earlier step has yet to write to that step's initial model.
+    `origins` holds the initial model of each earlier step that has yet to run, by output directory.
 
     Raises:
         ConfigError, ModelError: a model can't be divided as `parallel` requires.

@@ -204,7 +204,7 @@ def build_models(
 ) -> tuple[list[CountedModel], list[str]]:
     """Build the models that a step loads, in order; also return a sentence for each unknown model.
 
-    `origins` maps a directory that an earlier step has yet to write to that step's initial model.
+    `origins` holds the initial model of each earlier step that has yet to run, by output directory.
     With `has_gpu`, `auto` precision is bf16.
     """
     models: list[CountedModel] = []

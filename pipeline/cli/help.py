@@ -1,7 +1,7 @@
 """The text of `--help`, made from the settings' own docstrings.
 
-A step has over a hundred settings. Its help shows its own first, then those that all steps have,
-and lists the other sections by name; `--help all` shows every setting.
+A step has over a hundred settings. Its help describes the step's own settings first, then those of
+all steps, and lists the settings of other sections by name; `--help all` describes every setting.
 """
 
 import textwrap

@@ -237,7 +237,7 @@ def _parse_single_path(option: str, values: Sequence[str]) -> Path:
 
 
 def _claim_message(message: str) -> bool:
-    """Return true in one of the processes that have this message to print.
+    """Return whether this process prints a message that several processes may have to print.
 
     Processes of one torchrun share a directory, which torchrun removes at exit.
     """

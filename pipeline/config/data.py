@@ -38,7 +38,7 @@ class RowColumns:
 
 
 def find_column(columns: Mapping[str, Any], name: str) -> Any:  # noqa: ANN401
-    """Return a column's value, or that of OUTER.INNER in a nested one (verl's: INNER), or None."""
+    """Return the value of column `name`, or of a nested OUTER.INNER or verl's INNER; else None."""
     nested = (_parse_nested(columns.get(outer)) for outer in ("reward_model", "extra_info"))
     values = (_get_entry(source, name) for source in (columns, *nested))
     return next((value for value in values if value is not None), None)
@@ -51,7 +51,7 @@ def _get_entry(source: Mapping[str, Any], name: str) -> Any:  # noqa: ANN401
 
 
 def _parse_nested(value: object) -> Mapping[str, Any]:
-    """Return a nested column, parsed if it is text as in CSV files; else an empty mapping."""
+    """Return a mapping, which may be text as in CSV files; an empty one for any other value."""
     is_text = isinstance(value, str) and value.lstrip().startswith("{")
     value = parse_literal(value) if is_text else value
     return value if isinstance(value, Mapping) else {}

@@ -52,7 +52,7 @@ class ParallelConfig:
         """Check that the processes of a step can be divided this way.
 
         Raises:
-            ConfigError: they can't; the message names the setting, with the prefix `section`.
+            ConfigError: they can't be divided; the message names the setting within `section`.
         """
         prefix = f"{section}." if section else ""
         replica_scope = " of each stage" if self.tp == 1 else " with the same shard of each layer"

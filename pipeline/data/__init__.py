@@ -1,1 +1,1 @@
-"""Conversion of files and Hub data sets to batches of token ids with loss masks."""
+"""Read files and Hub data sets, and convert them to batches of token ids with loss masks."""

@@ -1,7 +1,7 @@
 """Batches of concatenated sequences, and how a global batch is divided into micro-batches.
 
-There is no padding: a batch is one long row of tokens and the lengths of its sequences, so masks
-can only come from lengths. Dimensions: N tokens in total, B sequences, K targets.
+Batches are not padded: a batch is one long row of tokens and the lengths of its sequences, from
+which attention masks are computed. Dimensions: N tokens in total, B sequences, K targets.
 """
 
 import math
@@ -43,7 +43,7 @@ class TokenBatch:
 
     @property
     def tokens(self) -> "TokenBatch":
-        """The batch itself, so that batches of pairs and labeled rows have the same attribute."""
+        """This batch; batches of pairs and of labeled rows have an attribute of the same name."""
         return self
 
     @property
@@ -58,7 +58,7 @@ class TokenBatch:
 
     @property
     def longest(self) -> int:
-        """Length of the longest sequence, including the one that it continues."""
+        """Maximum length of a sequence together with the sequence that it continues."""
         return max(map(sum, zip(self.lengths, self.prefix_lengths, strict=True)))
 
     @property
@@ -116,9 +116,9 @@ def collate(rows: Sequence[Encoded], *, share_prompts: bool = False) -> TokenBat
 def prompt_units(rows: Sequence[Encoded], *, max_tokens: int) -> list[list[int]]:
     """Divide rows into units of adjacent rows with the same prompt.
 
-    A unit has at most `max_tokens` tokens, unless it is a single row. The prompt counts once per
-    row, although it is shared: the responses of a micro-batch then take no more memory than those
-    of separate rows.
+    A unit has at most `max_tokens` tokens, unless it is a single row. A shared prompt is counted
+    once for each of its rows, so that the responses of a micro-batch take no more memory than if
+    each row had its own copy of the prompt.
     """
     units: list[list[int]] = []
     for group in _group_by_prompt(rows):
@@ -206,7 +206,7 @@ class RowStream:
         return self.next_rows(self.batch_size)
 
     def next_rows(self, count: int) -> list[int]:
-        """Return the next `count` rows that are not dropped."""
+        """Return the indices of the next `count` rows, skipping dropped ones."""
         assert len(self.dropped) < self.num_rows
         rows: list[int] = []
         while len(rows) < count:
@@ -234,7 +234,7 @@ class RowStream:
         return {"position": self.position, "dropped": sorted(self.dropped)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue at the position of another stream with the same rows and seed."""
+        """Restore the `state_dict` of another stream with the same rows and seed."""
         self.position, self.dropped = state["position"], set(state.get("dropped", ()))
 
 
@@ -248,13 +248,13 @@ def micro_batches(
 ) -> list[list[int]]:
     """Pack the rows of a global batch into micro-batches; return those of one process.
 
-    Each row, longest first, goes to the least filled of k micro-batches; k is the smallest multiple
-    of `num_processes` for which none exceeds `max_tokens` unless it is a single row. Every process
-    gets the same number of micro-batches of nearly the same size; if there are fewer rows than
-    micro-batches, some are empty.
+    Rows are assigned, longest first, to the least full of k micro-batches. k is the smallest
+    multiple of `num_processes` for which only micro-batches of a single row exceed `max_tokens`.
+    Every process gets the same number of micro-batches of nearly the same size; if there are fewer
+    rows than micro-batches, some are empty.
 
-    With `min_count`, k is at least that number and independent of `num_processes`; empty
-    micro-batches are then added until their number is a multiple of `num_processes`.
+    With `min_count`, k is at least `min_count` and independent of `num_processes`; empty
+    micro-batches are then added until the total is a multiple of `num_processes`.
     """
     longest_first = sorted(range(len(lengths)), key=lambda row: (-lengths[row], row))
     unit = num_processes if min_count is None else 1

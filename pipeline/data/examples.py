@@ -47,7 +47,7 @@ class Message:
 
     @property
     def calls(self) -> list[Any]:
-        """Tool calls, in the form of `tool_calls`."""
+        """The turn's tool calls, in the format of the key `tool_calls`."""
         return json.loads(self.keys).get("tool_calls", []) if self.keys else []
 
     @property
@@ -132,7 +132,7 @@ class Example:
 
 @dataclass(frozen=True)
 class Encoded:
-    """Token ids of one dialogue, and a mask of those in the loss."""
+    """Token ids of one dialogue, and a mask of the tokens in the loss."""
 
     input_ids: list[int]
 
@@ -160,7 +160,7 @@ class Encoded:
         return Encoded(self.input_ids[:max_length], self.trained[:max_length], self.teacher)
 
     def tail(self, max_length: int, *, keep_first: bool = False) -> "Encoded":
-        """Return the last `max_length` tokens; with `keep_first`, the first token and one fewer."""
+        """Return the last `max_length` tokens; `keep_first` replaces one of them by the first."""
         if keep_first and len(self) > max_length:
             end = self.tail(max_length - 1)
             return Encoded(self.input_ids[:1] + end.input_ids, self.trained[:1] + end.trained)

@@ -34,7 +34,7 @@ class RowFit:
 
 @dataclass(frozen=True)
 class FitCheck(Generic[Row]):
-    """Check of how a step's rows fit into `max_length`, and the wording of its messages."""
+    """How to check whether a step's rows fit into `max_length`, and the words for messages."""
 
     fit: Callable[[Sequence[Row]], Sequence[RowFit]]
     """Function that reports how rows fit when encoded and truncated as in the step."""

@@ -1,1 +1,1 @@
-"""Conversion of dialogues to token ids."""
+"""Chat formats, which convert dialogues to token ids."""

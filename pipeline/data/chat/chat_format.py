@@ -6,8 +6,8 @@ turns begin and end, and each segment is tokenized separately:
     Human: Hi there.\n\nAssistant: | Hello!</s> | \n\nHuman: How are you?\n\nAssistant: | Fine.</s>
 
 So a prompt has the same tokens in training and generation, and generated tokens are unchanged in
-the next turn. An assistant turn ends with the token that ends generation. Loss masks follow from
-the segments, never from token ids, so a padding token may equal the end-of-sequence token.
+the next turn. An assistant turn ends with the token that ends generation. Loss masks are computed
+from segments, never from token ids, so a padding token may equal the end-of-sequence token.
 """
 
 import json
@@ -148,7 +148,7 @@ class ChatFormat:
 
     @property
     def title(self) -> str:
-        """Name of the format for error messages; it names the model if the template is its own."""
+        """Name of the format in messages; for a tokenizer's own template, the model's name."""
         model_name = str(self.tokenizer.name_or_path or "")
         if self.name == "tokenizer" and model_name:
             return f"the chat template of {model_name}"
@@ -226,7 +226,7 @@ class ChatFormat:
 
     @cached_property
     def _call_form(self) -> "_CallForm":
-        """Form of tool calls for the template: the first one that it renders completely."""
+        """The form of tool calls to use: the first that the template renders completely."""
         wrong = ("None", str(_CALL["arguments"]))  # Python's syntax, not JSON
         for fields in product((None, [_PROBE_TOOL]), (True, False), (False, True)):
             form = _CallForm(*fields)
@@ -240,8 +240,8 @@ class ChatFormat:
     def segments(self, messages: Messages, origin: str = "") -> list[Segment]:
         """Split the text of a dialogue where assistant turns begin and end.
 
-        The text ends with the end token of the last turn if it is the assistant's, and with the
-        generation prompt otherwise.
+        If the last turn is the assistant's, the text ends with the turn's end token; otherwise, it
+        ends with the generation prompt.
         """
         *before, last = messages
         if last.role != "assistant":
@@ -258,7 +258,7 @@ class ChatFormat:
     def _split_history(self, messages: Messages, text: str, origin: str) -> list[Segment]:
         """Split `text`, the rendered `messages` and generation prompt, at its assistant turns.
 
-        An answer that is rendered differently as the last turn is neither split off nor trained on.
+        An answer that differs from its rendering as the last turn is not split off or trained on.
         """
         segments: list[Segment] = []
         position = 0
@@ -301,11 +301,11 @@ class ChatFormat:
         return text.rstrip() + content[len(content.rstrip()) :]
 
     def _render_turn(self, messages: Messages, prompt: str, origin: str = "") -> str:
-        """Render the last of `messages` with its end token, as the model should write it.
+        """Return the text that the model should write for the last of `messages`, with end token.
 
-        The result is the template's rendering if that keeps the turn's text after `prompt` (the
-        rendered turns before it, with the generation prompt), and otherwise the response as given.
-        It is empty for tool calls that the template renders differently after this prompt.
+        `prompt` is the rendered text of the earlier turns, with the generation prompt. The result
+        is the template's rendering if it continues `prompt` and contains the turn's text, otherwise
+        the text as given; for tool calls that the template renders differently, it is empty.
         """
         text = self.render(messages, generation_prompt=False)
         *before, message = messages
@@ -361,7 +361,7 @@ class ChatFormat:
         return is_kept or bool(message.calls)
 
     def _common_prefix(self, messages: Messages, prompt: str, text: str) -> str:
-        """Return the text before the last turn that a prompt and the full dialogue share."""
+        """Return the prefix, before the last turn, that a prompt and the full dialogue share."""
         if text.startswith(common := _without_block(prompt)):
             return common
         if text.startswith(common := self.render(messages[:-1], generation_prompt=False)):
@@ -371,7 +371,7 @@ class ChatFormat:
         raise DataError(f"{self.title} renders the start of a dialogue differently{UNSTABLE}")
 
     def _format_as_given(self, message: Message, prompt: str) -> str:
-        """Return a turn's text as in the row, after a prompt that may open a thinking block."""
+        """Return a turn's text as given, closing a thinking block that `prompt` leaves open."""
         text = message.content.strip()
         if message.reasoning and END_THINK not in text:
             text = f"{THINK}\n{message.reasoning.strip()}{CLOSE_THINK}{text}"
@@ -407,8 +407,8 @@ class ChatFormat:
     ) -> list[int]:
         """Return the token ids of a dialogue that the assistant will continue.
 
-        It ends in a user turn, to which `generation_prompt` appends the beginning of the
-        assistant's, or in the beginning of an assistant turn. Errors name `origin`.
+        The dialogue ends in a user turn, after which `generation_prompt` adds the beginning of an
+        assistant turn, or in an assistant turn to be continued. Errors name `origin`.
 
         Raises:
             DataError: the dialogue is empty, or the template can't render it as requested.
@@ -444,13 +444,13 @@ class ChatFormat:
     ) -> Encoded:
         """Return token ids, beginning with those of `encode_prompt(prompt)`, and a loss mask.
 
-        The mask covers the texts of all assistant turns and their end tokens, or with "all" every
-        token, but in both cases neither the first token nor turns that are not `trained`. If the
-        prompt ends with an assistant turn, the response continues it. Errors name `origin`.
+        The mask is true on the texts and end tokens of assistant turns, or with "all" on every
+        token, but never on the first token or on turns that are not `trained`. If the prompt ends
+        with an assistant turn, the response continues that turn. Errors name `origin`.
 
         Raises:
             DataError: `response` doesn't end in an assistant turn or can't be rendered; or, with
-                `origin`, it has thinking although the prompt closes the thinking block.
+                `origin`, it contains thinking although the prompt closes the thinking block.
         """
         if not response or response[-1].role != "assistant":
             raise DataError("a response must end in an assistant turn")
@@ -492,9 +492,9 @@ class ChatFormat:
     def encode_observation(self, before: Messages, observation: Messages) -> list[int]:
         """Return the token ids of the turns that follow an answer, with the next generation prompt.
 
-        They are appended to the sampled ids, which are not encoded again, and cover the text
-        between turns and the observation, as the template renders them after any answer. `before`
-        is the dialogue up to and including the answer; its texts don't matter.
+        The ids are to be appended to the sampled ids of the answer. They encode the text between
+        turns and the observation, as the template renders them after any answer. `before` is the
+        dialogue up to and including the answer; the answers' texts don't affect the result.
 
         Raises:
             DataError: the template can't render such a dialogue, or omits one of its turns.
@@ -671,7 +671,7 @@ def _contains(text: str, part: str) -> bool:
 
 
 def _fold_system(messages: Messages) -> list[Message]:
-    """Prepend each system message to the user turn after it, or append it to the one before."""
+    """Prepend each system message to the next user turn, or else append it to the previous one."""
     folded: list[Message] = []
     system: list[str] = []
     for message in (*messages, None):

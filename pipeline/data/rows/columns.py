@@ -58,8 +58,8 @@ _TURNS_AS_TEXT = re.compile(
 def parse_dialogue(text: str) -> Turns | None:
     """Return the turns of a "Human: ... Assistant: ..." text; None for other texts.
 
-    An empty "Assistant:" at the end only prompts for the response and is not a turn; text before a
-    dialogue that ends in this way is its system message.
+    An empty "Assistant:" at the end only prompts for the response and is not a turn; if the text
+    ends this way, it may begin with a system message.
     """
     system, *pieces = _MARKER.split("\n\n" + text.strip())
     if pieces[:1] != ["Human"] or (system and pieces[-2:] != ["Assistant", ""]):
@@ -112,7 +112,7 @@ def split_common_prompt(chosen: Turns, rejected: Turns) -> tuple[Turns, Turns, T
     The prompt ends in the turn of a user or a tool, and each response in an assistant turn.
 
     Raises:
-        SkipRow: they share no user turn, or one has no response to the last shared turn.
+        SkipRow: the dialogues share no prompt, or one of them has no response to it.
     """
     shared = 0
     while shared < min(len(chosen), len(rejected)) and chosen[shared] == rejected[shared]:
@@ -147,7 +147,7 @@ def read_text(row: Row, name: str) -> str:
 
 
 def _turn_items(row: Row, name: str) -> list[Any] | None:
-    """Return the turns in a column (a list or one turn, also as text); None for other values."""
+    """Return the turns in a column: a list, one turn, or text of either; else None."""
     value = row.columns[name]
     if isinstance(value, dict):
         return [value] if not {"role", "from"}.isdisjoint(value) else None
@@ -240,7 +240,7 @@ def _parse_turn(row: Row, name: str, item: object) -> Message:
 
 
 def _parse_calls(row: Row, turn: dict[str, Any], role: str) -> tuple[list[Any], dict[str, Any]]:
-    """Return a turn's tool calls, in the form of `tool_calls`, and the turn with its text."""
+    """Return a turn's tool calls, in the format of `tool_calls`, and the turn with text content."""
     values = [turn[key] for key in _CALL_KEYS if turn.get(key)]
     if role in _CALL_KEYS:
         values, turn = [turn.get("content", turn.get("value"))], {**turn, "content": ""}
@@ -263,7 +263,7 @@ def _parse_calls(row: Row, turn: dict[str, Any], role: str) -> tuple[list[Any], 
 
 
 def _get_function(value: Any) -> dict[str, Any]:  # noqa: ANN401
-    """Return the function of a tool or call, which may be the value itself; else an empty one."""
+    """Return the entry `function` of a tool or call, or else the value; {} if not an object."""
     function = value.get("function", value) if isinstance(value, dict) else None
     return function if isinstance(function, dict) else {}
 
@@ -293,14 +293,14 @@ def _dump_json(row: Row, value: object) -> str:
 
 
 def _drop_nulls(value: object) -> Any:  # noqa: ANN401
-    """Remove nulls from the value: in tables, every object has the keys of all rows."""
+    """Remove nulls from the value, since tables give every object the keys of all rows."""
     if isinstance(value, dict):
         return {key: _drop_nulls(inner) for key, inner in value.items() if inner is not None}
     return [_drop_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 def _content_and_reasoning(turn: Mapping[str, Any]) -> tuple[str | None, str | None]:
-    """Return a turn's content and reasoning, possibly from typed parts; None if not text."""
+    """Return a turn's content and reasoning, joined from typed parts if any; None if not text."""
     content = turn.get("content", turn.get("value"))
     reasoning = next((turn[key] for key in REASONING if turn.get(key)), "")
     if isinstance(content, list):
@@ -321,7 +321,7 @@ def _content_and_reasoning(turn: Mapping[str, Any]) -> tuple[str | None, str | N
 def read_prompt(row: Row, name: str = "prompt") -> Turns:
     """Return a column's prompt: turns, a "Human: ... Assistant:" text, or one user turn's text.
 
-    An assistant turn at its end is the beginning of the response; it is not trained on.
+    An assistant turn at the end is the beginning of the response and is not trained on.
     """
     if _turn_items(row, name) is not None:
         turns = read_turns(row, name)
@@ -341,7 +341,7 @@ def read_prompt(row: Row, name: str = "prompt") -> Turns:
 
 
 def add_system(row: Row, dialogue: Turns) -> Turns:
-    """Begin the dialogue with the column `system` if the row has one."""
+    """Prepend the text of the column `system`, if the row has one, as a system turn."""
     if not row.columns.get("system"):
         return dialogue
     system = Message("system", read_text(row, "system"))
@@ -349,7 +349,7 @@ def add_system(row: Row, dialogue: Turns) -> Turns:
 
 
 def read_response(row: Row, name: str, prompt: Turns) -> Turns:
-    """Return a column's response: turns, without a repeated `prompt`, or one turn's text."""
+    """Return a column's response: turns, from which a leading `prompt` is removed, or one text."""
     if _turn_items(row, name) is not None:
         turns = read_turns(row, name)
         return turns[len(prompt) :] if turns[: len(prompt)] == prompt else turns

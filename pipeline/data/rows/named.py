@@ -1,8 +1,8 @@
 """The data sets that DeepSpeed-Chat supports by name, with one short function per schema.
 
-One more, `local/jsonfile`, is for the user's own files: `sources` finds them, and their columns
-determine the shape. A set with train and test splits keeps them; otherwise evaluation rows are held
-out.
+The name `local/jsonfile`, for the user's own files, is handled by `sources`, and their shape is
+determined by their columns. If a set has train and test splits, they are used; otherwise evaluation
+rows are held out.
 """
 
 import re
@@ -30,7 +30,7 @@ class NamedSet:
     """Whether rows have a rejected response, so that step 2 can use them."""
 
     def read(self, row: Row, *, kept: RowColumns | None = None) -> Example | None:
-        """Return the example in `row`, with the `kept` columns as `extra`.
+        """Return the example in `row`, with the columns that `kept` selects as `extra`.
 
         Raises:
             DataError: the row doesn't match the set's schema.
@@ -65,7 +65,7 @@ def _pair(
 
 
 def _from_columns(*names: str) -> NamedSet:
-    """Return a set with its prompt and responses in these columns; it drops rows that lack one."""
+    """Return a set with prompt and responses in these columns; rows that lack one are dropped."""
 
     def to_example(row: Columns) -> Example | None:
         texts = [row[name] for name in names]

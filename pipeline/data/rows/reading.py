@@ -33,10 +33,10 @@ def read_paths(
     notes: list[str],
     optional: bool = False,
 ) -> list[PathExamples]:
-    """Read the examples of each path for a step, and add notes on what was dropped, and why.
+    """Read the examples of each path for a step; add to `notes` what was dropped, and why.
 
-    `fields` has the names of columns, keyed by our names for them; with `optional`, rows may use
-    our names instead. The columns `kept` are kept in `extra`.
+    `fields` maps our names of columns to those in the data; with `optional`, rows may use our names
+    instead. Columns that `kept` selects are kept in `extra`.
 
     Raises:
         DataError: a path, a row or a column can't be used.

@@ -1,4 +1,4 @@
-"""Conversion of rows to examples: the shapes of preference, chat and instruction data.
+"""Convert rows of preference, chat and instruction data to examples, by the rows' shape.
 
 A shape is recognized by its required columns. A row is read by the first shape in `SHAPES` whose
 columns it has.
@@ -292,10 +292,10 @@ def read_row(
     *,
     kept: RowColumns | None = None,
 ) -> Example | None:
-    """Return the example in `row`; None if the row is skipped, such as one without an answer.
+    """Return the example in `row`; None if the row is skipped, for example for lack of an answer.
 
-    `fields` has names of columns by our names, such as `{"prompt": "question"}`; `stats` receives
-    the columns that are read, and the reason if the row is skipped; `extra` keeps those in `kept`.
+    `fields` maps our names of columns to the row's, as in `{"prompt": "question"}`. `stats` records
+    the columns that are read, or why the row is skipped; `extra` gets the columns in `kept`.
 
     Raises:
         DataError: no shape fits the row's columns, or a column has the wrong type.
@@ -396,7 +396,7 @@ def _describe_unknown_shape(row: Row, columns: Mapping[str, Any]) -> str:
 def check_columns(
     rows: Sequence[Mapping[str, Any]], fields: Mapping[str, str], kept: RowColumns | None = None
 ) -> list[str]:
-    """Check that every required column is in some row; return notes on those not in all rows.
+    """Check that each required column is in some row; return notes on those that some rows lack.
 
     Raises:
         DataError: no shape reads a name in `fields`, or no row has a required column.

@@ -389,7 +389,7 @@ def choose_splits(
     all test splits are read if there is a single training split, and none otherwise.
 
     Raises:
-        DataError: `requested` or a training split is missing, or none of several is for the step.
+        DataError: the training split is missing, or there are several and none is for the step.
     """
     all_train = [split for split in splits if split.startswith(TRAIN)]
     train = [requested] if requested else all_train or (list(splits) if len(splits) == 1 else [])

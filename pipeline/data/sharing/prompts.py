@@ -95,8 +95,8 @@ def _read_hashes(path: Path) -> Hashes:
 def read_earlier_prompts(config: StepConfig) -> PromptRecord:
     """Read the prompt records of all steps before this one.
 
-    They are looked up in the directories of the models that the step reads (and the parents of
-    `actor`, `critic` and `ema`), and of earlier steps next to its output directory.
+    Records are read from the directories of the step's models (and the parents of `actor`, `critic`
+    and `ema`), and from those of earlier steps next to the step's output directory.
     """
     record = PromptRecord()
     for directory in dict.fromkeys(path.resolve() for path in _list_directories(config)):

@@ -98,9 +98,9 @@ def load_examples(
 ) -> StepData:
     """Load the examples that `step` (1, 2 or 3) trains on and is evaluated on; log the notes.
 
-    The rows of the embedded task depend on `seed`, a user's on `config.seed` alone. Prompts that
-    `earlier` steps trained on are not held out, and those that they held out are not trained on.
-    The columns `kept` are kept in `extra`; `share` replaces the default rows of the step.
+    The rows of the embedded task depend on `seed`, a user's rows on `config.seed` alone. Prompts
+    that `earlier` steps trained on are not held out, and prompts that they held out are not trained
+    on. Columns in `kept` are kept in `extra`; `share` replaces the step's default choice of rows.
 
     Raises:
         DataError: a path, row, split or setting leaves the step without usable rows.
@@ -135,7 +135,7 @@ def embedded_examples(
 ) -> tuple[list[Example], list[Example]]:
     """Return a step's training and evaluation rows of the embedded task; do not modify them.
 
-    With `split_steps`, they are pairs with the prompts of these steps.
+    With `split_steps`, the rows are pairs of responses to the prompts of these steps.
     """
     from pipeline.demo.task import pair_rows, step_rows
 
@@ -315,10 +315,10 @@ class _RowSelector:
         return [row for row, dropped in zip(rows, is_dropped, strict=True) if not dropped]
 
     def select_train_rows(self, rows: Sequence[Example]) -> list[Example]:
-        """Return the rows of the step; other steps get other prompts.
+        """Return the rows whose prompts are assigned to this step, and to no other.
 
-        Each prompt goes, with all its rows, to one of the steps that can use any of the rows, in
-        proportion to `config.split`.
+        Each prompt is assigned, with all its rows, to one of the steps that can use any of the
+        rows, in proportion to `config.split`.
         """
         config, step, needs = self.config, self.step, NEEDS[self.share.use]
         usable = [row for row in rows if is_usable(row, self.share.use)]
@@ -360,7 +360,7 @@ class _RowSelector:
     def select_eval_rows(
         self, held_out: Sequence[Example], use: RowUse, notes: list[str]
     ) -> list[Example]:
-        """Return the held-out rows that the step may evaluate, limited as in `StepData.eval`."""
+        """Return the held-out rows that the step can use, limited as in `StepData.eval`."""
         usable = [row for row in held_out if is_usable(row, use)]
         if not usable:
             raise DataError(
@@ -419,7 +419,7 @@ def _make_record(train: Iterable[Example], held_out: Iterable[Example]) -> Promp
 
 
 def is_usable(example: Example, use: RowUse) -> bool:
-    """Return whether the row has the data that this use needs."""
+    """Return whether the row contains the data that `use` needs."""
     match use:
         case "demonstrations":
             return bool(example.chosen) and not example.tie and example.label is not False

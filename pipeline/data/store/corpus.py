@@ -61,7 +61,7 @@ def _find(spec: str) -> CorpusPath:
 
 
 class HeldOut:
-    """Held-out documents: those with a draw of at most `threshold`."""
+    """Held-out documents: those whose `draw` is at most `threshold`."""
 
     def __init__(self, *, seed: int, threshold: float = 0.0) -> None:
         self.seed, self.threshold = seed, threshold

@@ -162,6 +162,6 @@ class MixedStream:
         return {"taken": [stream.position for stream in self._streams]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue at the position of another stream of the same files, weights and seed."""
+        """Restore the `state_dict` of another stream of the same files, weights and seed."""
         for stream, position in zip(self._streams, state["taken"], strict=True):
             stream.position = position
