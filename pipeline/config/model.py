@@ -166,7 +166,7 @@ class TrainedModelConfig(FrozenModelConfig):
 
     @property
     def peak_lr(self) -> tuple[str, float]:
-        """Setting and value of the peak learning rate; of the adapters' rate if there are any."""
+        """Name and value of the peak learning rate's setting: `lora.lr` if there are adapters."""
         if self.lora is None:
             return "optim.lr", self.optim.lr
         return "lora.lr", self.lora.lr or LORA_LR_FACTOR * self.optim.lr

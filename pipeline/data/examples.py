@@ -160,7 +160,7 @@ class Encoded:
         return Encoded(self.input_ids[:max_length], self.trained[:max_length], self.teacher)
 
     def tail(self, max_length: int, *, keep_first: bool = False) -> "Encoded":
-        """Return the last `max_length` tokens; `keep_first` replaces one of them by the first."""
+        """Return the last `max_length` tokens; with `keep_first`, one fewer, after the first."""
         if keep_first and len(self) > max_length:
             end = self.tail(max_length - 1)
             return Encoded(self.input_ids[:1] + end.input_ids, self.trained[:1] + end.trained)

@@ -1,6 +1,6 @@
 """The embedded task: its facts, the rows of the three steps, and the verifier.
 
-A *fact* is one thing to know or to do ("the capital of Peru", "3 plus 5"), of nine kinds. All are
+A *fact* is one thing to know or to do ("the capital of Peru", "3 plus 5"). Facts of nine kinds are
 generated from `task.yaml`, the same on every machine. A prompt is a wording from `task.yaml` with a
 greeting or a courtesy, digits or number words, and varying capitals and punctuation. Some wordings,
 and some facts of the computable kinds, are held out.

@@ -18,7 +18,7 @@ from pipeline.parallel.group import SELF_GROUP, Group
 
 
 def get_placement(config: TrainedModelConfig, device: torch.device) -> Placement:
-    """Return where a process keeps weights, gradients and optimizer states, and which it shards."""
+    """Return where a process keeps weights, gradients and optimizer states, and what it shards."""
     host = torch.device("cpu")
     offload = config.zero.offload
     return Placement(

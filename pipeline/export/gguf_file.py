@@ -369,10 +369,10 @@ class GgufExport:
             writer.add_chat_template(tokenizer.chat_template)
 
     def verify(self, directory: Path) -> list[str]:
-        """Compare the tokenizer, and the tensors and outputs as read back by `transformers`.
+        """Compare the file's tokenizer, tensors and outputs with those of the source.
 
         Raises:
-            UnverifiedError: one of them differs.
+            UnverifiedError: the tokenizer, a tensor or an output differs.
         """
         return [self._compare_tokenizer(directory), *self._compare_model(directory)]
 

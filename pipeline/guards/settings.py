@@ -82,7 +82,7 @@ def guard_presets(defaults: Sequence[tuple[str, float, int]]) -> dict[str, list[
 
 
 def with_defaults(guards: Sequence[GuardT], defaults: Sequence[GuardT]) -> tuple[GuardT, ...]:
-    """Return the default guards, each overridden by any with the same signal and kind of bound."""
+    """Return `guards`, and the defaults whose signal and kind of bound none of them has."""
     return tuple({(g.signal, g.is_lower): g for g in (*defaults, *guards)}.values())
 
 
@@ -97,8 +97,8 @@ def check_guards(
 ) -> None:
     """Reject guards that can't work, except those of `defaults` whose signal is not measured.
 
-    `missing` has the signals that this run does not measure, with what each of them requires;
-    `saves` is the interval between checkpoints, and `unit` the plural name of the training steps.
+    `missing` maps signals that this run does not measure to what each of them requires; `saves` is
+    the interval between checkpoints, and `unit` the plural name of the training steps.
 
     Raises:
         ConfigError: a guard can't work; the message names the setting.

@@ -81,7 +81,7 @@ class Kernel:
         raise LaunchError(f"{message}; {hint}")
 
     def max_active_blocks(self, threads: int, shared_bytes: int) -> int:
-        """Return how many blocks a multiprocessor runs at once, limited by registers and memory."""
+        """Return the occupancy: the maximum number of blocks that a multiprocessor runs at once."""
         occupancy = _bindings("driver").cuOccupancyMaxActiveBlocksPerMultiprocessor
         return max(1, _check(occupancy(self._function, threads, shared_bytes)))
 

@@ -65,11 +65,11 @@ class Linear:
 
 
 def prepare(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Linear | None:
-    """Return a call that writes x w^T + bias to `out`; None if PyTorch is used.
+    """Return a callable that writes x w^T + bias to `out`; None if PyTorch is used.
 
     Takes x (*B, K), weight (N, K), bias (N) and out (*B, N), contiguous. Other tensors are left to
-    PyTorch: silently if they are not a linear layer on the CPU or have too many rows, otherwise
-    with a reason in the log.
+    PyTorch. The reason is logged, unless they are not a linear layer on the CPU or have too many
+    rows.
 
     Raises:
         KernelError: kernels are required, and there is none for these tensors.

@@ -54,7 +54,7 @@ def check_machines(layout: Layout, deployment: Deployment, directory: Path) -> N
     `directory` is the output directory, which need not exist.
 
     Raises:
-        ConfigError: there are problems; its message is the last one, the others are printed.
+        ConfigError: there are problems; the message states the last, and the others are printed.
     """
     if layout.launcher == "pod":
         return

@@ -49,7 +49,7 @@ def _is_listening(host: str, port: int) -> bool:
 
 
 def count_nodes(nodes: int | None, processes: int | None) -> tuple[int, int]:
-    """Return the number of nodes and of processes on each: as given, or else all available."""
+    """Return the number of nodes, and of processes per node: as given, or else all available."""
     with ray_connection():
         resources = [
             node["Resources"]

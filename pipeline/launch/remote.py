@@ -70,7 +70,7 @@ def run_on_all_hosts(remotes: Sequence[RemoteCommand]) -> int:
     """Run all commands to completion; return the exit code of the first failure, else 0.
 
     Output lines are prefixed with the host's name, and signals are forwarded to the commands.
-    `remotes` has one command per machine, in order.
+    `remotes` contains one command per machine, in order.
     """
     group = _Group()
     handled = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]

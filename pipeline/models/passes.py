@@ -297,8 +297,8 @@ def make_stage_module(
 ) -> tuple[nn.Module, PipelineStage]:
     """Reduce `model` to this process's stage; return the module for its engine, and the stage.
 
-    `wrap_model` wraps a model with its head for the engine; `wrap_stage` wraps a stage without it,
-    which has the setting `kernels`, and is required if `wrap_model` changes parameters' names.
+    `wrap_model` wraps a model that has its head for the engine. `wrap_stage`, required if
+    `wrap_model` changes parameters' names, wraps a stage without the head, which uses `kernels`.
 
     Raises:
         ConfigError: the model has fewer blocks than stages.

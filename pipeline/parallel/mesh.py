@@ -128,10 +128,10 @@ def split_mesh(
 ) -> Iterator[Mesh]:
     """Context manager that divides the processes of the job. A collective.
 
-    The last `generating` processes only generate; the axes contain the others. Those of one of the
-    `replicas` of each model are adjacent in rank, as are those of a tensor-parallel group of size
-    `tp`; the first 1/pp of the processes have the first of `pp` stages. A process may keep the
-    others waiting for `timeout_seconds`.
+    The last `generating` processes only generate; the axes contain the others. Processes of a
+    tensor-parallel group of size `tp` are adjacent in rank, as are those of each of the `replicas`;
+    the first 1/pp of the processes have the first of `pp` stages. A process may keep the others
+    waiting for `timeout_seconds`.
 
     Raises:
         ConfigError: the number of processes is not a multiple of replicas * pp * tp.
@@ -179,7 +179,7 @@ def split_mesh(
 def _set_apart(job: Group, generating: int, timeout_seconds: float) -> Mesh:
     """Return the mesh of this process if the last `generating` processes only generate.
 
-    The two kinds wait for each other without a timeout; the watchdog finds one that hangs.
+    Training and generating processes wait for each other indefinitely; the watchdog detects hangs.
     """
     training = job.size - generating
     generators = range(training, job.size)
@@ -196,8 +196,8 @@ def new_pipeline_group(
 ) -> StageGroup:
     """Create the group of this process's pipeline stages. A collective.
 
-    `rows` has the ranks of each pipeline, in the order of stages. Without `has_tags` (tags that the
-    backend supports), each `TransferKind` has a group.
+    `rows` lists the ranks of each pipeline in the order of its stages. If the backend doesn't
+    support tags (`has_tags`), each `TransferKind` gets a separate group.
     """
     group = new_subgroup(rows, timeout_seconds=timeout_seconds)
     kinds = () if has_tags else TRANSFER_KINDS

@@ -92,7 +92,7 @@ def hard_exit(
 
     An NCCL collective spins on the GPU until all processes have entered it, or until it is
     aborted. A normal exit would wait for it when freeing GPU memory; here the operating system
-    frees it. `abort`, in a separate thread, gets a number of `seconds` to abort the collectives.
+    frees it. `abort` is called in another thread; it has `seconds` seconds to abort collectives.
     """
 
     def try_to_abort() -> None:

@@ -51,8 +51,8 @@ def balance_stages(costs: Sequence[float], stages: int, *, last: float = 0) -> l
 
     Ties are broken by the time of the second slowest stage, and so on, and finally in favor of
     fewer blocks in the first stages, since they keep the activations of the most micro-batches.
-    Each stage has at least one block. `costs` has the cost of each block, in any unit of time; sums
-    of integers are exact. `last` is the additional cost of the last stage, such as of the logits.
+    Each stage has at least one block. `costs` lists the cost of each block, in any unit of time;
+    sums of integers are exact. `last` is the last stage's additional cost, such as for the logits.
     """
 
     @cache

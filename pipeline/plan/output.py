@@ -139,7 +139,7 @@ def discard_empty_step(out: Path, name: str) -> None:
 
 
 def _remove(directory: Path, files: Sequence[str]) -> None:
-    """Remove files, and directories that are then empty, including `directory`."""
+    """Remove files, and directories that become empty, including `directory`."""
     for file in files:
         (directory / file).unlink(missing_ok=True)
     nested = [path for path in directory.rglob("*") if path.is_dir() and not path.is_symlink()]
@@ -298,7 +298,7 @@ def recorded_model(path: str) -> str | None:
 
 
 def recorded_base_model(path: str, within: Path | None = None) -> str:
-    """Return the initial model of the runs that led to this one, or the first outside `within`."""
+    """Return the initial model of the runs that led to `path`, or the first outside `within`."""
     for _ in range(100):  # records may form a cycle
         if within is not None and not Path(path).is_relative_to(within):
             break
@@ -334,7 +334,7 @@ def without_options(argv: Sequence[str], names: Collection[str]) -> list[str]:
 
 
 def last_steps(out: Path) -> set[int]:
-    """Return the numbers of the steps in the last run recorded in `out`; empty if none is."""
+    """Return the numbers of the steps in the last run recorded in `out`; empty without a record."""
     given = dict(split_options(with_last_options(["--resume", "--output-dir", str(out)])))
     steps = given.get("step", ["1", "2", "3"])
     return {int(word) for word in steps if word.isdigit()} if (out / COMMAND).is_file() else set()

@@ -209,7 +209,7 @@ def _choose_settings(
 
 
 def _get_machine(layout: Layout, request: Request) -> Machine:
-    """Return this machine if it is in the job, else one with unknown memory; all are alike."""
+    """Return this machine if the job uses it, or else one like the job's, with unknown memory."""
     if layout.launcher == "process":
         return detect_machine(processes=1, world=1, gpus=list_gpus()[:1])
     per_host = max(len(host.slots) for host in layout.hosts)

@@ -147,7 +147,7 @@ class Resolver:
         return config
 
     def _with_lora_lr(self, stage: Stage, config: StepConfig) -> StepConfig:
-        """Apply --lr to adapters too, whose default rate is a multiple of `optim.lr`."""
+        """Apply --lr also to adapters; by default, their rate is a multiple of `optim.lr`."""
         role, _, name = stage.config_class.RUN_OPTIONS["lr"][0].partition(".")
         model: TrainedModelConfig = getattr(config, role)
         given = flatten(self._option_layer(stage).settings).get(f"{role}.{name}")
@@ -321,7 +321,7 @@ class Resolver:
     def response_length(self, stage: Stage, config: StepConfig) -> tuple[int, str] | None:
         """Return the default of max_new_tokens for the user's model, and the reason for it.
 
-        None if `max_new_tokens` is set, or if rewards come from anything other than programs.
+        Return None if `max_new_tokens` is set, or if not all rewards come from programs.
         """
         initial_model, settings = self.initial_model(stage), cast("Any", config)
         kinds = {source.kind for source in getattr(settings, "rewards", ())}

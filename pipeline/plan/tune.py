@@ -1,8 +1,8 @@
 """Autotune a plan: run short trials of each step with varied settings, and keep the fastest.
 
-The micro-batch is doubled, or else halved, while that is faster; then a change of gradient
-checkpointing and the other ZeRO stages are tried once each. Settings given by the user are kept. A
-trial is a real run of a step for a few optimizer steps.
+The micro-batch is doubled, or else halved, while that is faster; then gradient checkpointing is
+switched on or off, and each other ZeRO stage is tried. Settings given by the user are kept. A trial
+is a real run of a step for a few optimizer steps.
 
 OUT/autotune/trials.jsonl     a line for each trial
 OUT/autotune/logs/            the output of the trials
@@ -113,7 +113,7 @@ class _StepTuner:
     def _best_micro_batch(self, settings: Settings, speed: float) -> tuple[Settings, float]:
         """Return the settings with the fastest micro-batch, and their speed.
 
-        `speed` is that of `settings`. The size is doubled while that is faster, otherwise halved.
+        `speed` is the speed of `settings`. The size is doubled while that is faster, else halved.
         """
         if "micro_batch_size" in self._user_settings:
             return settings, speed

@@ -97,8 +97,8 @@ def mean_interval(values: Sequence[float]) -> Interval:
 def change_interval(gained: float, lost: float, count: int) -> Interval:
     """Return the 95 % interval of the change of a fraction from one model to another.
 
-    Of `count` prompts, only the new model is right on `gained` and only the old on `lost`; both may
-    include fractions of prompts, for which the interval is conservative. Half a prompt is added to
+    Of `count` prompts, only the new model is right on `gained` and only the old one on `lost`. Both
+    numbers may be fractional, for which the interval is conservative. Half a prompt is added to
     each of the four kinds of pairs (Agresti and Min 2005, "Wald + 2").
     """
     total = count + 2

@@ -186,7 +186,7 @@ def value_at(evaluations: Sequence[Evaluation], kl: float) -> list[float | None]
     A prompt's metric is None if it has no value in one of the two evaluations.
 
     Raises:
-        ValueError: the curve never reaches it.
+        ValueError: the curve never reaches this KL.
     """
     if evaluations and evaluations[0].kl >= kl:
         return list(evaluations[0].values)
@@ -242,7 +242,7 @@ def _compare_at_kl(methods: Sequence[Method], kl: float, metric: str) -> list[Me
 
 
 def _differing_settings(steps: Sequence[StepResult], prefixes: Sequence[str]) -> list[str]:
-    """Return the common settings with such prefixes whose values differ between the steps."""
+    """Return the settings with these prefixes that all steps record, but with different values."""
     recorded = [step.settings for step in steps if step.settings]
     names = set(recorded[0]).intersection(*recorded) - {*NON_PROMPT_SETTINGS} if recorded else ()
     named = sorted(name for name in names if name.startswith(tuple(prefixes)))

@@ -28,9 +28,9 @@ def train_step(
 ) -> None:
     """Take one optimizer step on this process's micro-batches, and log it.
 
-    The step's rows have `tokens` tokens, and the loss `targets` target tokens, over all processes.
-    `loss` returns a micro-batch's sum over its targets, by default of the negative log-likelihood,
-    and may append other sums, to be logged per target, to the lists in `sums`.
+    Over all processes, the step's rows contain `tokens` tokens, and `targets` of them are targets.
+    `loss` returns a micro-batch's loss summed over its targets, by default the negative
+    log-likelihood. It may append other sums, to be logged per target, to the lists in `sums`.
     """
     engine, targets = passes.engine, max(1, targets)
     loss = loss or (lambda batch: -engine(batch.tokens, uniform=True).logprobs.sum())

@@ -248,9 +248,9 @@ def shard_rows(
 ) -> list[list[int]]:
     """Return the row indices of this process's micro-batches in a global batch.
 
-    `lengths` has the number of tokens in each row, of at most `sequences` sequences of up to
-    `data.max_length` tokens. If the model's reduction is deterministic, the micro-batches are the
-    same for any number of processes.
+    `lengths` lists the number of tokens in each row. A row consists of at most `sequences`
+    sequences, each of up to `data.max_length` tokens. If the model's reduction is deterministic,
+    the micro-batches are the same for any number of processes.
     """
     deterministic = model.zero.reduction == "deterministic"
     data, parallel = current_mesh().data, config.parallel

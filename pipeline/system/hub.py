@@ -60,8 +60,8 @@ def require_reachable(message: str, error: type[UserError], *, alternative: str)
     """Check that the Hub can be reached.
 
     Raises:
-        UserError: it can't; the error, of the given type, has `message` (what was not found on this
-            machine), the reason, and the fix, with an `alternative` to a Hub name.
+        UserError: it can't be; the error, of the given type, states `message` (what was not found
+            on this machine), the reason, and the fix, with an `alternative` to a Hub name.
     """
     reason = unreachable_reason()
     if reason is not None:

@@ -103,7 +103,7 @@ class StopSignals:
 def default_sigint() -> Iterator[None]:
     """Context manager for a wait in which Python runs no handlers: Ctrl-C kills the process.
 
-    Otherwise it would keep waiting for processes that the same Ctrl-C has killed.
+    Otherwise the process would keep waiting for others that the same Ctrl-C has killed.
     """
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:

@@ -41,8 +41,8 @@ def gpu_numerics(*, tf32: bool, deterministic: bool) -> Iterator[None]:
 
     With `tf32`, fp32 matmuls use 10 mantissa bits (Ampere and later). With `deterministic`,
     operators use kernels with a fixed order of additions, and cuBLAS uses the workspace that this
-    needs. Operators without such a kernel warn; `pipeline.models.forward.attention` handles
-    attention, whose backward pass uses one only if others are disallowed.
+    needs. Operators without such a kernel warn. `pipeline.models.forward.attention` handles
+    attention, whose backward pass uses such a kernel only if all others are disallowed.
     """
     previous = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = tf32
@@ -61,7 +61,7 @@ def gpu_numerics(*, tf32: bool, deterministic: bool) -> Iterator[None]:
 
 
 def memory_bytes() -> int:
-    """Return this process's peak memory in bytes; on a GPU, that of its tensors."""
+    """Return this process's peak memory in bytes; with a GPU, the peak of its tensors there."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
     return peak_bytes()

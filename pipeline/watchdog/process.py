@@ -192,9 +192,9 @@ def find_straggler(heartbeats: Mapping[int, Heartbeat], timeout: float) -> Failu
 
 
 def find_hanging_process(heartbeats: Mapping[int, Heartbeat], timeout: float) -> Failure | None:
-    """Report the last process in a chain, in which each waits for the next, if it hangs.
+    """Report the last process of a chain in which each process waits for the next, if it hangs.
 
-    The first and the last process of the chain must have made no progress for `timeout` seconds.
+    It hangs if neither it nor the first process has made progress for `timeout` seconds.
     """
     waiting = {rank: beat for rank, beat in heartbeats.items() if beat.awaited_ranks}
     first = max(waiting, key=lambda rank: waiting[rank].seconds, default=None)

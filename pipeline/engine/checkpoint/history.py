@@ -93,8 +93,8 @@ def list_healthy(root: Path, step: int) -> list[Path]:
 def list_rollback_targets(root: Path, step: int, *, margin: int | None) -> list[Path]:
     """List the healthy checkpoints that a rollback after `step` may need.
 
-    A rollback undoes at least `margin` steps. A future one thus returns to the newest healthy
-    checkpoint that is already that old, or to a later one. If `margin` is None, none are needed.
+    A rollback undoes at least `margin` steps, so a future rollback loads the newest healthy
+    checkpoint that is already that old, or a later one. If `margin` is None, none are needed.
     """
     if margin is None:
         return []

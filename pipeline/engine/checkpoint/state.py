@@ -31,7 +31,7 @@ ReadInto = Callable[[int, Tensor], None]
 
 
 def shard_columns(param_shard: ParamShard) -> Iterator[tuple[Columns, Columns, bool]]:
-    """Yield the columns of each range, in the shard and in the full parameter; True if saved."""
+    """Yield each range's columns in the shard and in the full parameter, and whether it's saved."""
     spec, inner, shape = param_shard.spec, param_shard.inner, param_shard.full_shape
     local_stride, stride = spec.shape(shape)[spec.dim] * inner, shape[spec.dim] * inner
     for shard, begin in spec.with_offsets():
@@ -159,7 +159,7 @@ def merge_descriptions(descriptions: Sequence[dict[str, Any]]) -> dict[str, Any]
 
 @torch.no_grad()
 def load(engine: Engine, prefix: str, checkpoint: Checkpoint, described: Mapping[str, Any]) -> None:
-    """Load an engine's state; `described` is the result of `describe` for it. A collective.
+    """Load an engine's state, for which `describe` returned `described`. A collective.
 
     Raises:
         CheckpointError: the state is from a different model, or can't be read.

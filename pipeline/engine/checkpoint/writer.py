@@ -57,7 +57,7 @@ class SaveError(Exception):
 
 
 class CheckpointWriter:
-    """One process's part in saving; all processes make the same calls in the same order.
+    """Saves one process's files; all processes make the same calls in the same order.
 
     The caller holds the lock of the directory (`RunLock`): incomplete directories of other jobs are
     deleted. A save that fails on any process is logged by the first process and reported in
@@ -117,9 +117,8 @@ class CheckpointWriter:
     ) -> None:
         """Copy the fragments to host memory and start writing them.
 
-        The file has the tensors' values at the time of the call; a pending save is completed first.
-        The first process stores `document`, the run's state. `base` is the name that `save_base`
-        got.
+        The file contains the values at the time of the call; a pending save is completed first. The
+        first process stores `document`, the run's state. `base` is the name passed to `save_base`.
         """
         self.wait()
         start = time.perf_counter()
@@ -311,7 +310,7 @@ def write_file(path: Path, fragments: Sequence[Fragment]) -> StoredFile:
 
 
 def _copy(tensor: Tensor) -> Tensor:
-    """Copy to host memory that is returned to the system when freed, unlike that of malloc."""
+    """Copy to host memory that, unlike malloc's, is returned to the system when it is freed."""
     if not tensor.numel():
         return torch.empty(0, dtype=tensor.dtype)
     memory = mmap.mmap(-1, tensor.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

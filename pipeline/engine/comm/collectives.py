@@ -1,7 +1,7 @@
 """Collectives on flat vectors, and the buffers that they read and write.
 
-Every vector has one equal shard per rank. Sums over ranks that this package computes are binary
-trees in rank order, so that their bits depend only on the addends.
+Every vector has one equal shard per rank. Where this package itself computes a sum over ranks, it
+adds in a binary tree in rank order, so that the bits depend only on the addends.
 """
 
 from collections import deque
@@ -210,11 +210,11 @@ class GroupWork:
 
 
 def tree_sum(parts: Sequence[Tensor], *, out: Tensor) -> None:
-    """Add the parts pairwise: adjacent ones first, then the pairs, and so on.
+    """Add the parts in a binary tree: adjacent parts first, then adjacent sums, and so on.
 
-    If their number is a power of two, the sums of the two halves are added last, so the result is
-    the same if two processes first sum one half each. `out` may be one of the parts; the others
-    are not modified. Parts are converted to the dtype of `out` before they are added.
+    If the number of parts is a power of two, the sums of the two halves are added last, so the
+    result is the same if two processes each sum one half first. `out` may be one of the parts; the
+    other parts are not modified. Parts are converted to the dtype of `out` before they are added.
     """
     if any(part.dtype != out.dtype for part in parts):
         blocks = zip(*(part.split(SUM_BLOCK) for part in (out, *parts)), strict=True)

@@ -33,7 +33,7 @@ SLOT_BYTES = 8 * 2**20
 
 
 class SharedMemoryCollectives(GroupCollectives):
-    """All-gather and reduce-scatter over shared memory; the others use the process group."""
+    """All-gather and reduce-scatter over shared memory; other collectives use the process group."""
 
     def __init__(self, name: str, group: Group) -> None:
         super().__init__(torch.device("cpu"), name, group, deterministic=True)
@@ -111,7 +111,7 @@ def _create_memfd(num_bytes: int) -> int:
 
 
 class CollectivesOverCopies(Collectives):
-    """Gathers within a copy of the model, and sums over all copies."""
+    """Collectives that gather within a copy of the model, and sum over all copies."""
 
     def __init__(self, device: torch.device, within: Collectives, across: Collectives) -> None:
         super().__init__(device, within.owner, within.group)

@@ -1,8 +1,8 @@
 """Gradients between autograd and the optimizer: buffers, sums, their norm and the loss scale.
 
 The global norm is bitwise identical for any number of processes that divides CHUNKS: each vector is
-divided into CHUNKS equal chunks, each of which is on one process. Its squares are summed there, by
-the same code at the same length, and one exact all-reduce combines the chunks.
+divided into CHUNKS equal chunks, each of which is on one process. That process sums the chunk's
+squares, by the same code at the same length, and one exact all-reduce combines the chunks.
 """
 
 import math
@@ -282,7 +282,7 @@ class NormReducer:
         self._num_local = len(units)
 
     def reduce(self, squares: Sequence[float]) -> Sequence[float]:
-        """Concatenate the sums of all processes' vectors; `squares` has those of this process.
+        """Concatenate the sums of all processes' vectors; `squares` contains this process's sums.
 
         Each value is nonzero on one process only, so the all-reduce is exact.
         """

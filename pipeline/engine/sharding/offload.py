@@ -90,9 +90,9 @@ class TensorStore:
         self._submit(key, tensor, None, "offload.write", "written to", write_at)
 
     def read(self, key: str, out: Shaped[Tensor, " n"], *, after: str | None = None) -> None:
-        """Start reading into `out`, which has the tensor's value after `wait`.
+        """Start reading into `out`, which contains the tensor's value after `wait`.
 
-        With `after`, pending operations on that key complete first: they may use the same memory.
+        Pending operations on the key `after`, which may use the same memory, complete first.
         """
         self._submit(key, out, after, "offload.read", "read from", read_at)
 
@@ -160,9 +160,9 @@ class TensorStore:
 class StreamedState:
     """Master weights and moments of many groups in a store; at most two groups are in memory.
 
-    `sizes` has each group's number of elements; `moments` is the dtype of Adam's moments. While one
-    group is updated, the previous one is written from the other set of buffers, and the next one
-    is read into it.
+    `sizes` lists the number of elements of each group; `moments` is the dtype of Adam's moments.
+    While one group is updated, the previous one is written from the other set of buffers, and the
+    next one is read into that set.
     """
 
     def __init__(

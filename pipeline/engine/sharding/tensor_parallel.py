@@ -63,7 +63,7 @@ class ParamShard:
         return full
 
     def shared_elements(self) -> Iterator[tuple[slice, list[int], bool]]:
-        """Yield ranges that other processes also have, their ranks, and whether ours is first."""
+        """Yield ranges that several processes have, their ranks, and whether ours is the lowest."""
         assert self.spec.dim == 0
         inner = self.inner
         for shard, begin in self.spec.with_offsets():

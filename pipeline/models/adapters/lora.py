@@ -89,7 +89,7 @@ def merged_weights(
     """Yield (name, name in the plain model, weight), dequantized and with its adapter merged.
 
     Sums are in fp32 and rounded once. While `weights` yields one tensor of a layer, all tensors of
-    the layer must be in place; those of adapters are skipped.
+    the layer must be in place. Tensors of adapters are not yielded.
     """
     for name, tensor in weights:
         path, _, leaf = name.rpartition(".")

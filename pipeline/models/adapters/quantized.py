@@ -6,8 +6,8 @@ the largest magnitude of its block. int8 has 255 equally spaced levels instead. 
 is split into blocks in order; the last one is padded with zeros. Scales are stored in fp32.
 
 The vectors of codes and scales are the layer's parameters: they are frozen, and the engine lays
-them out, shards, offloads and saves them like any frozen weight. The forward pass dequantizes the
-weight temporarily; the backward pass does so again.
+them out, shards, offloads and saves them like any frozen weight. The forward and the backward pass
+each dequantize the weight temporarily.
 """
 
 import functools
@@ -118,7 +118,7 @@ def _nf4_codes(normalized: Float[Tensor, "blocks size"]) -> Shaped[Tensor, " n"]
 
 @functools.lru_cache(maxsize=8)
 def _pairs(device: torch.device) -> Int64[Tensor, " 256"]:
-    """Return the two fp32 values of each byte as one element, for a faster lookup."""
+    """Return a table of the two fp32 values of each byte, as one int64 for a faster lookup."""
     levels = torch.tensor(NF4, device=device)
     pairs = torch.stack([levels.repeat_interleave(16), levels.repeat(16)], dim=1)
     return pairs.view(torch.int64).view(-1)
@@ -127,7 +127,7 @@ def _pairs(device: torch.device) -> Int64[Tensor, " 256"]:
 class QuantizedLinear(nn.Module):
     """A frozen `nn.Linear`, or GPT-2's `Conv1D`, that stores a quantized weight.
 
-    `scheme` is the format of the codes; without a `device`, they stay on the weight's.
+    `scheme` is the format of the codes. They are stored on `device`, by default the weight's.
     """
 
     bias: nn.Parameter | None
@@ -199,7 +199,7 @@ def quantized_linear(
     dtype: torch.dtype,
     transposed: bool,  # noqa: FBT001  # operators have positional arguments
 ) -> Tensor:
-    """Compute x W^T + b as one operator: recorded decoding passes keep the results of each."""
+    """Compute x W^T + b as one operator: a recorded decoding pass keeps each operator's result."""
     packed = {CODES: codes, SCALES: scales}
     weight = dequantize(packed, torch.Size(shape), cast("Scheme", scheme), dtype)
     return F.linear(x, weight.T if transposed else weight, bias)

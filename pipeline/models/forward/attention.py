@@ -80,8 +80,8 @@ def varlen_attention(
     """Compute causal attention of each sequence to itself, or to `keys`, which end with its own.
 
     H / G query heads share a key and a value head. `bounds` are int32 offsets of the sequences, and
-    the end of the last one. The factor of the scores is `scaling`, or head size ** -0.5. Each token
-    attends to `sliding_window` tokens, including itself, or to all.
+    the end of the last one. Scores are multiplied by `scaling`, by default head size ** -0.5. Each
+    token attends to `sliding_window` tokens, including itself, by default to all.
     """
     query, key, value = (heads.squeeze(0).transpose(0, 1) for heads in (query, key, value))
     if keys is not None:
@@ -378,11 +378,11 @@ def attend_without_grad(
     scaling: float | None,
     sliding_window: int | None,
 ) -> Float[Tensor, "1 H T E"]:
-    """Compute what `attend_causally` does, faster on a CPU if T < M, but not differentiable.
+    """Compute the same as `attend_causally`, faster on a CPU if T < M but without gradients.
 
-    With a mask, PyTorch also computes the scores that it masks. Instead, the attention to the first
-    M - T keys and to the last T are combined by their log-sum-exps, as the blocks of FlashAttention
-    are (Dao et al. 2022, section 3.1).
+    With a mask, PyTorch also computes the masked scores. Instead, attention to the first M - T keys
+    and attention to the last T keys are computed separately and combined by their log-sum-exps,
+    like the blocks of FlashAttention (Dao et al. 2022, section 3.1).
     """
     split = (key.shape[2] - query.shape[2], query.shape[2])
     has_kernel = query.is_cpu and query.shape[3] == key.shape[3] == value.shape[3]

@@ -1,9 +1,9 @@
 """Decides whether a model's sequences can be packed into one row or must be padded.
 
-A family whose layers use only plain causal attention is packed. Settings don't fully determine
-this: some layers drop the keyword with the sequence boundaries, some add a learned bias to the
-mask, and some express their window only in the mask. So the code itself is run, in a small copy
-of the model: its output for each packed sequence must equal that for the sequence alone.
+Sequences are packed if all layers of the model use plain causal attention. Settings don't fully
+determine this: some layers drop the keyword with the sequence boundaries, some add a learned bias
+to the mask, and some express their window only in the mask. So a small copy of the model is run:
+its output for a sequence must be the same whether the sequence is packed with others or alone.
 
 The result depends on the model's class and settings, not on its weights. It is therefore the same,
 without communication, on every process and at every ZeRO stage, before the weights are loaded, with
@@ -107,8 +107,8 @@ SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id"
 def small_settings(settings: PreTrainedConfig, *, heads: int = HEADS) -> PreTrainedConfig:
     """Return the settings with reduced sizes, but the same number of layers of each kind.
 
-    Heads that share keys still do, only some experts are still chosen, and windows are `WINDOW`
-    tokens. With more `heads` than usual (an even number), layers get proportionally wider.
+    Heads that share keys in the model still share them, a token still uses only some experts, and
+    windows are `WINDOW` tokens. A larger even number of `heads` makes layers proportionally wider.
     """
     small = copy.deepcopy(settings)
     _shrink(small, heads)

@@ -100,7 +100,7 @@ def require_same_chat(
 def check_ready(path: str, examples: Iterable[Example] = (), *, reward_model: bool = False) -> None:
     """Reject a model whose files, tokenizer or chat template can't be used.
 
-    Of a model on the Hub, only the tokenizer is read. `examples` have prompts for the model.
+    Of a model on the Hub, only the tokenizer is read. `examples` contain prompts for the model.
 
     Raises:
         ModelError: there is no such model, or a part of it is missing or damaged.

@@ -1,1 +1,1 @@
-"""Models of which a process has a shard of each layer, or some of the blocks."""
+"""Tensor parallelism and pipeline stages: a process has part of each layer, or some blocks."""
