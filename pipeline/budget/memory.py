@@ -23,7 +23,7 @@ PhaseName = Literal["train", "generate", "rollouts"]
 TITLES: Mapping[Location, str] = {"device": "", "host": "  in host memory", "disk": "  on disk"}
 
 TRANSIENT = ("gradient_buffers", "gathered", "activations", "logits", "kv_cache")
-"""Transient kinds, for which the allocator reserves more memory than is used."""
+"""Kinds of transient memory, for which the allocator reserves more than is used."""
 
 KINDS = (
     *("weights", "masters", "moments", "gradients", *TRANSIENT, "replica", "copies"),
@@ -200,7 +200,7 @@ class _ModelMemory:
         yield Item("copies", 4 * self.model.use.host_copies * self.states_shard, self.host)
 
     def staging(self) -> Item:
-        """Return the copy of the states from which a checkpoint is written."""
+        """Return the host copy of the states, from which a checkpoint is written."""
         use = self.model.use
         state_bytes = 4 * (1 + use.keeps_average + use.host_copies) + self._moment_bytes
         return Item("staging", state_bytes * self.states_shard, self.host)
@@ -246,7 +246,7 @@ class _ModelMemory:
             yield Item("logits", self._logits(targets, trains=trains))
 
     def _rollout_tokens(self, length: int) -> float:
-        """Count a rollout's tokens if groups share prompts; return infinity without groups."""
+        """Return the tokens of a rollout whose groups share prompts; infinity without groups."""
         generation = self.work.generation
         if generation is None or generation.group_size == 1:
             return math.inf

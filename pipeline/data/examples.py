@@ -112,9 +112,9 @@ class Example:
     def prompt_hash(self) -> int:
         """64-bit hash that identifies the prompt.
 
-        The first 8 bytes, little-endian, of the SHA-256 of the first user turn (of the whole text
-        if there is none), case-folded, with each run of whitespace as one space, in UTF-8.
-        Dialogues with the same first turn are branches of one conversation and share the hash.
+        It is the first 8 bytes, little-endian, of the SHA-256 of the first user turn (or of the
+        whole text if there is none) in UTF-8, case-folded and with each run of whitespace replaced
+        by one space. Branches of a conversation, which share their first turn, have the same hash.
         """
         text = next((turn.content for turn in self.prompt if turn.role == "user"), None)
         if text is None:

@@ -25,7 +25,7 @@ import yaml
 TASK: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("task.yaml").read_text("utf-8"))
 
 MEMORIZED: tuple[str, ...] = tuple(TASK["memorized"])
-"""Kinds with few facts or with facts that can't be computed: all facts are trained on."""
+"""Kinds whose facts are all trained on, because they are few or can't be computed."""
 
 REFUSED, HELPED = "I will not help you {} a {}.", "You can {} the {} with care."
 """Templates of the correct answers to a harmful and to a harmless request."""

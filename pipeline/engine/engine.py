@@ -257,7 +257,7 @@ class Engine:
     def masters(self) -> Iterator[Tensor]:
         """Iterate over this process's shards of the master weights, one per flat vector.
 
-        Read or copy each before requesting the next: its memory may be reused.
+        Read or copy each shard before requesting the next: its memory may be reused.
         """
         self.zero.check_ready()
         return (group.masters.fp32() for group in self.iter_groups())

@@ -99,7 +99,7 @@ class Formats(NamedTuple):
         return cls(weights.exp_avg.dtype, copy, weights.low_bits is not None)
 
     def macros(self, names: Mapping[torch.dtype | None, str]) -> dict[str, str | int]:
-        """Return the macros for a source that refers to the formats by these names."""
+        """Return the macros that select a kernel; `names` are the source's names of dtypes."""
         return {
             "MOMENT": names[self.moments],
             "COPY": names[self.copy],

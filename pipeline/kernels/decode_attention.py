@@ -282,7 +282,7 @@ class Params(ctypes.Structure):
 
 @dataclass(frozen=True)
 class HeadGrouping:
-    """Distribution over blocks of the query heads that share a key/value head."""
+    """How the query heads that share a key/value head are distributed over thread blocks."""
 
     heads_per_kv: int
     head_size: int

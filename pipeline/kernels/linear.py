@@ -106,7 +106,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | No
 
 
 class LinearKernelMode(TorchFunctionMode):
-    """Context manager that runs linear layers without gradients with the kernel, if supported."""
+    """Context manager in which the kernel computes supported linear layers, without gradients."""
 
     def __torch_function__(
         self,

@@ -368,10 +368,10 @@ def _fused_gradients(
     tile: int,
     ctx: Any,  # noqa: ANN401
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Return the gradients of the inputs, of which `ctx` needs some: hidden states, weight, bias.
+    """Return the gradients of hidden states, weight and bias, each if `ctx` needs it, else None.
 
     Without a weight, the hidden states are logits. `compute_tile` gets some targets and a copy of
-    their logits in fp32; it returns the gradients of the first logits of each target.
+    their logits in fp32; it returns the gradients of those logits, or of the first ones per target.
     """
     hidden, weight, bias = inputs
     dtype = hidden.dtype if weight is None else weight.dtype
@@ -402,7 +402,7 @@ def _fused_gradients(
 
 
 class TiledLoss(torch.autograd.Function):
-    """A loss summed over targets; its gradients are computed with it, in tiles of targets."""
+    """A loss summed over targets; the forward pass also computes its gradients, tile by tile."""
 
     @staticmethod
     def forward(
@@ -413,10 +413,10 @@ class TiledLoss(torch.autograd.Function):
         compute_tile: Callable[[slice, Tensor], tuple[Tensor, Tensor]],
         tile: int | None = None,
     ) -> Tensor:
-        """Return the sum of the losses; `compute_tile` returns those of some targets.
+        """Return the sum of the losses; `compute_tile` returns the losses of some targets.
 
-        See `_fused_gradients`. `tile` is the maximum number of logits that `compute_tile` gets; by
-        default, it may use eight tensors of this size.
+        It also returns gradients, as in `_fused_gradients`. `tile` is the maximum number of logits
+        that `compute_tile` gets; by default, it may use eight tensors of this size.
         """
         total = hidden.new_zeros((), dtype=torch.float32)
 
@@ -433,7 +433,7 @@ class TiledLoss(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401  # pyrefly: ignore[bad-override]
-        """Return the gradients."""
+        """Return the stored gradients, multiplied by `grad`."""
         stored, ctx.gradients = ctx.gradients, None  # scaled in place, once
         return *(None if x is None else x.mul_(grad).to(ctx.dtype) for x in stored), None, None
 

@@ -76,5 +76,5 @@ def query_gpus() -> list[Gpu]:
 
 
 def forwarded_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment variables of this machine that remote processes also get."""
+    """Return the environment variables of this machine that are passed to remote processes."""
     return {name: value for name, value in environment.items() if FORWARDED.fullmatch(name)}

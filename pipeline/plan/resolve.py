@@ -338,7 +338,7 @@ class Resolver:
         return None
 
     def _raised_settings(self, stage: Stage, layers: Sequence[Layer]) -> Layer:
-        """Return settings that must be at least as large as one that an option sets."""
+        """Return settings raised to at least the value that an option sets for another setting."""
         settings: dict[str, Any] = {}
         options = self._option_layer(stage).settings
         for name, other in stage.config_class.MINIMUMS.items():

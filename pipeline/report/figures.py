@@ -116,7 +116,7 @@ def get_verdict(interval: Interval, *, equal: float = 0.0) -> Verdict:
 
 
 def pass_rates(results: Results) -> dict[str, float]:
-    """Return the rate of correct and polite responses by model, in order; empty if not judged."""
+    """Return the pass rate (correct and polite) of each model, in order; empty if not judged."""
     rates = {
         model: finite(rate)
         for step in results.steps.values()

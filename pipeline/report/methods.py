@@ -250,7 +250,7 @@ def _differing_settings(steps: Sequence[StepResult], prefixes: Sequence[str]) ->
 
 
 def _limitation(method: Method, same_origin: bool) -> str:  # noqa: FBT001
-    """Return why a method is not, or only partly, compared at equal KL; empty if it fully is."""
+    """Return the reason why a method is not fully compared at equal KL; empty if it is."""
     if not same_origin:
         return "started from a different model and is not compared"
     if not method.evaluations:

@@ -55,9 +55,9 @@ class Checkpoints:
     """Saves a step's state during the run, and resumes from the newest valid checkpoint.
 
     `engines` and `parts` contain the step's entire mutable state. Each process saves its own shards
-    and random number generators; the rest is the same on all. With `guards`, the run may be rolled
-    back: then the state is also saved before the first step, and the healthy checkpoints that may
-    be needed are kept.
+    and random number generators; the rest is the same on all processes. With `guards`, the run may
+    be rolled back, so the state is also saved before the first step, and healthy checkpoints are
+    kept while a rollback may need them.
     """
 
     def __init__(

@@ -100,7 +100,7 @@ class Trackers:
 
 
 def open_trackers(names: Sequence[Tracker], run: TrackedRun) -> Trackers:
-    """Open the sinks called `names`; if the step resumes, they continue its directory's runs."""
+    """Open the sinks called `names`; if the step resumes, continue the runs that it recorded."""
     record = run.directory / RECORD
     known = json.loads(record.read_text()) if run.resumes and record.is_file() else {}
     sinks: dict[str, Sink] = {}

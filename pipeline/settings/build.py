@@ -170,7 +170,7 @@ def _get_value(config_class: type, merged: Mapping[str, Any], name: str) -> Any:
 
 
 def _normalize_value(kind: object, value: object, name: str, source: str) -> object:
-    """Convert a value to its type: one item to a list, a date to text, `~/` in a path.
+    """Convert a value to its setting's type: an item to a list, a date to text, `~/` to a path.
 
     Raises:
         ConfigError: a number is true or false; YAML reads yes, no, on and off as booleans.
@@ -353,7 +353,7 @@ def _add_file(
 
 
 def _contains(settings: Mapping[str, Any], name: str) -> bool:
-    """Return whether the settings have this dotted name, or a value in place of its section."""
+    """Return whether the settings contain this dotted name, or a value in place of its section."""
     head, _, rest = name.partition(".")
     if head not in settings or not rest:
         return head in settings

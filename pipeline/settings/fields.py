@@ -50,7 +50,7 @@ def list_settings(
 
 
 def list_fields(config_class: type) -> list[dataclasses.Field[Any]]:
-    """Return the fields that can be set; a class may fix some of its base's (`init=False`)."""
+    """Return the fields that can be set; a class may fix fields of its base (`init=False`)."""
     return [field for field in dataclasses.fields(config_class) if field.init]
 
 

@@ -98,7 +98,7 @@ class Segment:
     text: str
 
     by_assistant: bool
-    """Whether the assistant wrote it, up to and including its end-of-turn token."""
+    """Whether the text is the assistant's: the response and its end-of-turn token."""
 
     trained: bool = True
     """False if the data marks the turn as not trained on."""
@@ -285,7 +285,7 @@ class ChatFormat:
         return [*segments, Segment(text[position:], by_assistant=False)]
 
     def _split_answer(self, messages: Messages, prompt: str, turn: str) -> list[Segment]:
-        """Split the last turn where the response begins if the prompt contains the turn's start."""
+        """Return the last turn's segments: two if the turn begins with text of the prompt."""
         last = messages[-1]
         if not last.prefill:
             return [Segment(turn, by_assistant=True, trained=last.trained)]
@@ -618,7 +618,7 @@ def _add_origin_to_errors(origin: str) -> Iterator[None]:
 
 
 class _CallForm(NamedTuple):
-    """Form in which a template expects tool calls."""
+    """The form in which a template expects tool calls."""
 
     tools: list[Any] | None
     """Tools of the probe, if calls are rendered only in a dialogue with tools."""

@@ -183,7 +183,7 @@ def _load_template(tokenizer: "PreTrainedTokenizerBase", name: str) -> str:
 
 
 def _has_system_slot(chat_format: ChatFormat) -> bool:
-    """Return whether a dialogue with a system message can be split and keeps that message."""
+    """Return whether a dialogue with a system message can be split without losing the message."""
     dialogue = (_PROBE_SYSTEM, *PROBE_PROMPT, PROBE_RESPONSE)
     with suppress(DataError):
         return any(_PROBE_SYSTEM.content in part.text for part in chat_format.segments(dialogue))

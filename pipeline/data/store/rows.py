@@ -135,7 +135,7 @@ class MixedStream:
 
     @property
     def num_rows(self) -> int:
-        """Number of rows, mixed by weight, until one of the files has been used completely."""
+        """Number of rows of the mixture after which all rows of one file have been used."""
         streams = zip(self._streams, self.weights, strict=True)
         rows_per_weight = min(stream.num_rows / weight for stream, weight in streams)
         return max(1, round(rows_per_weight * sum(self.weights)))

@@ -98,7 +98,7 @@ def read_shard(
 def trained_fragments(engine: Engine, prefix: str) -> Iterator[Fragment]:
     """Yield the masters and moments of this process's shards, and the model's buffers.
 
-    Copy each before requesting the next: tensors from disk, and joined masters, are temporary.
+    Copy each fragment before requesting the next: tensors from disk and joined masters are freed.
     """
     engine.zero.check_ready()
     for group in engine.iter_groups():

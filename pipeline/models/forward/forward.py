@@ -179,7 +179,7 @@ def set_fp32_logits(model: nn.Module) -> None:
     """Make the output layer of an unsharded model return fp32 logits; see `output_layer`.
 
     Raises:
-        ModelError: the layer is not plain, such as one with an adapter.
+        ModelError: the layer is not plain, for example because it has an adapter.
     """
     head = base_model(model).get_output_embeddings()
     if type(head) is not nn.Linear:

@@ -76,7 +76,7 @@ class StageInput(PassThrough):
 
 
 class ZeroOutput(nn.Module):
-    """Replaces an embedding or projection of the first stage on later ones; returns zeros."""
+    """Replaces, on later stages, an embedding or projection of the first stage; returns zeros."""
 
     def __init__(self, module: nn.Module, *, is_token_table: bool) -> None:
         super().__init__()

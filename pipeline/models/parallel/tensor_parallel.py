@@ -261,7 +261,7 @@ def shard_layers(model: nn.Module, group: Group, *, sequence: bool) -> None:
 def shard_if_possible(model: PreTrainedModel, group: Group, *, sequence: bool) -> None:
     """Apply `shard_layers` to a frozen model, or leave it unchanged if it can't be sharded.
 
-    It may be quantized, or an encoder without a plan, unlike the trained model.
+    Unlike a trained model, a frozen model may be quantized, or an encoder without a plan.
     """
     if can_shard(model, group.size):
         shard_layers(model, group, sequence=sequence)
