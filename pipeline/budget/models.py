@@ -71,7 +71,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class CountedModel:
-    """A model that a step uses, with its parameters counted."""
+    """A model that a step uses, and the number of its parameters."""
 
     use: ModelUse
     path: str

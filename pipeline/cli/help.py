@@ -74,7 +74,7 @@ def help_entry(option: str, description: str) -> list[str]:
 def _split_by_origin(
     config_class: type, settings: Sequence[Setting]
 ) -> tuple[list[Setting], list[Setting]]:
-    """Return the settings that the step's package declares, and those of its base classes."""
+    """Return the settings that the step's package declares, and the settings of base classes."""
     package = config_class.__module__.partition(".")[0]
     shared = {
         field.name

@@ -18,7 +18,7 @@ A step's module ends with
 and begins with `prepare_imports(SFTConfig)` under the same condition.
 
 `python -m step1_sft.train --config a.yaml --config b.yaml --model.optim.lr 1e-4` applies the
-defaults of the dataclass, then those of the method, then each file in order, then the command line.
+dataclass's defaults, then the method's defaults, then each file in order, then the command line.
 Option names take dashes or underscores; lists are written with spaces (`--data.path a.jsonl
 b.jsonl`) or as JSON; a switch without a value is true.
 """
@@ -103,7 +103,7 @@ def parse_step(config_class: type[ConfigT], argv: Sequence[str]) -> ConfigT:
 
 
 def _select_section(layer: Layer, config_class: type) -> Layer:
-    """Return the step's section of a file that has one for each step, or else the whole file."""
+    """Return the step's section if a file's settings are grouped by step, else the whole file."""
     section = getattr(config_class, "section", "")
     settings = layer.settings.get(section) if section else None
     return replace(layer, settings=settings) if isinstance(settings, dict) else layer

@@ -71,9 +71,9 @@ def require_targets(
 def report_lengths(
     examples: Sequence[Row], check: FitCheck[Row], data: DataConfig, *, name: str
 ) -> None:
-    """Log how many of the rows, which are in random order, are truncated or have no target.
+    """Log how many rows are truncated or have no target; rows must be in random order.
 
-    `name` is the name of the rows, such as "training rows".
+    `name` describes the rows in the message, such as "training rows".
     """
     inspected = examples[: MAX_ENCODED_EMBEDDED_ROWS if EMBEDDED in data.path else MAX_ENCODED_ROWS]
     fits = check.fit(inspected)

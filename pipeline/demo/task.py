@@ -296,7 +296,7 @@ def kinds() -> tuple[str, ...]:
 
 @cache
 def split_facts() -> tuple[tuple[Fact, ...], tuple[Fact, ...]]:
-    """Divide facts into training and held-out ones; those with reordered subjects stay together."""
+    """Divide facts into training and held-out facts; keep reordered subjects on the same side."""
     random = Random(0)
     train: list[Fact] = []
     held_out: list[Fact] = []

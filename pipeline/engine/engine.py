@@ -102,7 +102,7 @@ class StepResult:
     """Global L2 norm of the gradient before clipping; not finite if the step was skipped."""
 
     lr: float
-    """Learning rate of the step; with LoRA, that of the adapters, not of a fully trained head."""
+    """Learning rate of the step; with LoRA, the adapters' rate, not a fully trained head's."""
 
     skipped: bool
     """True if the gradient was not finite and nothing was changed."""

@@ -91,7 +91,7 @@ class Trip:
 
 @dataclass
 class Guards:
-    """Checks a run's metrics, and keeps the initial ones and past trips."""
+    """Checks a run's metrics, and records the initial metrics and past trips."""
 
     guards: Sequence[Guard]
     signals: Signals

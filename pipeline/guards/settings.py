@@ -1,6 +1,6 @@
 """Settings of a guard: a signal, its limit, and the action if the signal is beyond it.
 
-Each step has a subclass with its signals and a list of default guards (docs/guards.md).
+Each step defines a subclass with its signals, and a list of default guards (docs/guards.md).
 """
 
 import math
@@ -82,7 +82,7 @@ def guard_presets(defaults: Sequence[tuple[str, float, int]]) -> dict[str, list[
 
 
 def with_defaults(guards: Sequence[GuardT], defaults: Sequence[GuardT]) -> tuple[GuardT, ...]:
-    """Return `guards`, and the defaults whose signal and kind of bound none of them has."""
+    """Merge guards into the defaults; each replaces one with the same signal and kind of bound."""
     return tuple({(g.signal, g.is_lower): g for g in (*defaults, *guards)}.values())
 
 

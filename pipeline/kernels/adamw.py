@@ -69,7 +69,7 @@ class Weights:
         return {name: value for name, value in vars(self).items() if value is not None}
 
     def narrow(self, span: slice) -> "Weights":
-        """Return a range of the elements of each vector."""
+        """Return a view of a range of elements of each vector."""
         return Weights(**{name: value[span] for name, value in self.tensors().items()})
 
 
@@ -229,7 +229,7 @@ class FlatAdamW:
     def step(self, shards: Sequence[Shard], step: AdamW, *, kernels: Kernels) -> None:
         """Take one in-place step of all shards, each with its own learning rate and weight decay.
 
-        Each shard's learning rate is multiplied by that of `step`.
+        Each shard's learning-rate factor is multiplied by the learning rate of `step`.
 
         Raises:
             KernelError: as raised by `adamw_`.

@@ -43,7 +43,7 @@ def use_gpu(device: torch.device) -> bool:
 def resolve(operator: str, kernel: T | str, kernels: Kernels | None = None) -> T | None:
     """Return `kernel`; if it is a reason why PyTorch is used, log it once and return None.
 
-    The reason is a clause. `kernels` is the setting, by default that of generation.
+    The reason is a clause. `kernels` is the setting, by default the one for generation.
 
     Raises:
         KernelError: kernels are required.

@@ -191,7 +191,7 @@ class RecomputeLogprobs(torch.autograd.Function):
     """Log-probabilities in tiles of the vocabulary, recomputed in the backward pass.
 
     With a sharded vocabulary, the target's logit, the largest logit and the sum of exponentials are
-    combined over the processes as over tiles, so no process has the logits of the full vocabulary.
+    combined over processes in the same way as over tiles, so no process computes all logits.
     Values of processes are added in a tree, in rank order.
     """
 

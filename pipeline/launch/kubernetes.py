@@ -18,7 +18,7 @@ MOUNT = "/volume"
 
 
 def job_set_manifest(deployment: Deployment, out: Path, options: Sequence[str]) -> str:
-    """Return the manifest, named after `out`, as YAML; `options` are those of `train.py`."""
+    """Return the manifest, named after `out`, as YAML; `options` are options of `train.py`."""
     slug = re.sub("[^a-z0-9]+", "-", f"rlhf {out.name}".lower())
     name = slug[:40].strip("-")  # names of pods, which are longer, are limited to 63 characters
     first_pod = f"{name}-nodes-0-0.{name}"

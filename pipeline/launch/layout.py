@@ -158,7 +158,7 @@ class Host:
 
     @property
     def has_first_slots(self) -> bool:
-        """Whether the slots are the first ones, so that no device needs to be hidden."""
+        """Whether the slots are the host's first ones, so that no device needs to be hidden."""
         return self.slots == tuple(range(len(self.slots)))
 
 
@@ -212,7 +212,7 @@ def resolve_layout(deployment: Deployment, environment: Mapping[str, str] = os.e
 
 
 def is_this_machine(name: str) -> bool:
-    """Return whether a host's name is that of this machine."""
+    """Return whether a host's name refers to this machine."""
     hostname = socket.gethostname()
     return name in (*THIS_MACHINE, hostname, hostname.partition(".")[0])
 

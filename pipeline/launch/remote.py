@@ -1,8 +1,8 @@
 """Run one command on each of several machines, forward output, and stop all when one fails.
 
 On each machine `python -m pipeline.launch.remote COMMAND ...` runs the command. It reads its
-standard input: first a line of JSON, with variables for the command's environment; then lines with
-the name of a signal for the command, or empty ones, which show that the launcher is alive. If the
+standard input: first a line of JSON with variables for the command's environment, then lines that
+name a signal for the command, or empty lines, which show that the launcher is alive. If the
 launcher or the connection is lost, the command is stopped, so that no process is left behind.
 """
 

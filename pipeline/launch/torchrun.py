@@ -79,8 +79,8 @@ def main(argv: list[str]) -> int:
 def select_exit_code(codes: Sequence[int]) -> int:
     """Return the code of the process that failed first, given all codes in chronological order.
 
-    One poll may return the failed process, those that failed because of it, and those that torchrun
-    already stopped with SIGTERM. A killed process takes precedence, with 128 plus its signal.
+    One poll may return the failed process, processes that failed as a result, and processes that
+    torchrun has stopped with SIGTERM. A killed process takes precedence, with 128 plus its signal.
     """
     failed = [code for code in codes if code != -signal.SIGTERM] or list(codes)
     code = next((code for code in failed if code < 0), failed[0])

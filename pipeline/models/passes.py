@@ -114,7 +114,7 @@ class StagedForwardPasses(ForwardPasses):
         """Number of weight updates when the last stage's copy was last updated."""
 
     def forward(self, batches: Iterable[B], fn: BatchFn[B]) -> list[Tensor]:
-        """Return the results of the batches on the last stage, and no results on the others."""
+        """Return the batches' results on the last stage, and no results on other stages."""
         self._sync_tied_weight()
         outputs: list[Tensor] = []
         for index, batch in enumerate(batches):

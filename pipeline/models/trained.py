@@ -33,7 +33,7 @@ def prepare_causal_lm(
     device: torch.device,
     seed: int,
 ) -> nn.Module:
-    """Load the causal language model that a step trains, with adapters if the settings have them.
+    """Load the causal language model that a step trains, with adapters if the settings say so.
 
     Its weights stay on the CPU until an engine moves its shard to the device.
 

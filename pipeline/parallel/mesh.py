@@ -90,7 +90,7 @@ class Mesh:
     def tp_group(self, size: int, *, timeout_seconds: float) -> Group:
         """Create this process's group of `size` processes of adjacent rank that generate together.
 
-        A collective. The collectives of such groups are not compared with those of other groups.
+        A collective. Collectives of such groups are not compared with collectives of other groups.
 
         Raises:
             ConfigError: the number of processes is not divisible by `size`.

@@ -44,7 +44,7 @@ class ShardSpec:
         return torch.cat(parts, dim=self.dim) if len(parts) > 1 else parts[0]
 
     def shape(self, full_shape: torch.Size) -> torch.Size:
-        """Return the shape of this shard, given that of the full weight."""
+        """Return the shape of this shard, given the shape of the full weight."""
         sizes = list(full_shape)
         sizes[self.dim] = sum(self._sizes())
         return torch.Size(sizes)

@@ -148,7 +148,7 @@ def _check_processes(plan: Plan, stage: Stage) -> None:
 
 
 def _check_model_files(plan: Plan, stage: Stage) -> None:
-    """Check the files of local model directories, except those that the run will write."""
+    """Check the files of local model directories, except directories that the run will write."""
     config = plan.configs[stage.name]
     if plan.request.plan_for is not None:
         return  # the weights may be on the target machine

@@ -102,9 +102,9 @@ def drop_unselected(
 ) -> tuple[Stage, ...]:
     """Drop stages not in `numbers` that are `replaced`, or unfinished and run only on request.
 
-    In place of a required model that a dropped stage would train, later stages get the one that it
-    would start from. `finished` has the names of stages whose output exists, and `replaced` the
-    sections of stages that a user's model replaces.
+    In place of a required model that a dropped stage would train, later stages get the model that
+    the stage would start from. `finished` contains the names of stages whose output exists, and
+    `replaced` the sections of stages that a user's model replaces.
     """
     dropped: dict[str, str] = {}
     for stage in stages:

@@ -53,7 +53,7 @@ def tune(plan: Plan) -> Plan:
     """Return the plan with the fastest settings found by trials, for each unfinished step.
 
     Raises:
-        ConfigError: a step rejects its input, or fits with none of the candidate settings.
+        ConfigError: a step rejects its input, or does not fit with any candidate settings.
         SystemExit: no trial of a step could be measured, or a scheduler stopped the trials.
         KeyboardInterrupt: Ctrl-C stopped them.
     """

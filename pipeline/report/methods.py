@@ -141,7 +141,7 @@ class Comparison:
 
 
 def compare_methods(results: Results) -> Comparison | None:
-    """Compare the methods of a run; return None if there is only one or none has evaluations."""
+    """Compare the methods of a run; None if there is only one, or no method has evaluations."""
     origins = [step.began_from for step in results.methods if step.began_from is not None]
     origin = max(origins, key=origins.count, default=None)
     comparable = [step for step in results.methods if step.began_from in (None, origin)]

@@ -216,7 +216,7 @@ def parse_event(line: Line) -> GuardEvent | None:
 
 
 def drop_rolled_back(lines: Iterator[Line]) -> tuple[list[Line], list[GuardEvent]]:
-    """Return the metrics without those that a rollback undid, and the guard events."""
+    """Return the metrics, except those that a rollback undid, and the guard events."""
     kept: list[Line] = []
     events: list[GuardEvent] = []
     for line in lines:
@@ -335,7 +335,7 @@ def find_model(path: str, method: str | None = None) -> str:
     whose model is best on held-out prompts. The choice is written to standard error.
 
     Raises:
-        ModelError: the run has no model yet, or none of this method.
+        ModelError: the run has no model yet, or no model of this method.
     """
     out = Path(path).expanduser()
     steps: Mapping[str, StepResult] = {}

@@ -189,7 +189,7 @@ class Checkpoints:
     def roll_back(self, checkpoint: Checkpoint, parts: Mapping[str, Any]) -> None:
         """Roll the run back to `checkpoint`, with the given state for `parts`.
 
-        The log and the elapsed time are kept. The next step is the one after the checkpoint's;
+        The log and the elapsed time are kept. The next step is the one after the checkpoint;
         later checkpoints are removed. A run that is killed during or after a rollback resumes as if
         it had not been killed. A collective, called within `steps`.
         """

@@ -1,4 +1,4 @@
-"""A training run of one step: its directory, files and log. The training loop is in the step."""
+"""A training run of one step: its directory, files and log. Each step has its own training loop."""
 
 import hashlib
 import json
@@ -120,7 +120,7 @@ class Run:
 
     @property
     def seconds(self) -> float:
-        """Seconds since entry, plus those of the runs that this one resumes."""
+        """Seconds since entry, plus the seconds of earlier runs that this run resumes."""
         return self._seconds_before + time.perf_counter() - self._start
 
     def path(self, name: str) -> Path:
@@ -168,7 +168,7 @@ class Run:
     ) -> None:
         """Record an evaluation after `step` optimizer steps, under names starting with `eval_`.
 
-        `details` are further fields of the line, used only by the report.
+        `details` are additional fields of the line, which only the report reads.
         """
         # The time since the last step was spent on evaluation or, before step 1, loading.
         self._step_end = time.perf_counter()
@@ -188,8 +188,8 @@ class Run:
     def finish(self, *, eval: Mapping[str, object], **extra: object) -> None:  # noqa: A002
         """Write result.json atomically, after everything else, to mark the step as finished.
 
-        The file has seconds, steps, tokens, the process count of each axis (`mesh`), `eval`, the
-        settings that differ from the defaults, and the fields in `extra`.
+        The file contains seconds, steps, tokens, the number of processes along each axis (`mesh`),
+        `eval`, the settings that differ from the defaults, and the fields in `extra`.
         """
         if self._metrics is None:
             return

@@ -80,7 +80,7 @@ OPENERS = {opener.__name__: opener for opener in (tensorboard, wandb, trackio)}
 
 
 class Trackers:
-    """Passes metrics to sinks; one that fails is dropped with a warning."""
+    """Passes metrics to sinks; a sink that fails is dropped with a warning."""
 
     def __init__(self, sinks: Mapping[str, Sink]) -> None:
         self._sinks = dict(sinks)

@@ -183,7 +183,7 @@ def evaluation_interval(every: int | None, *, total_steps: int, cost: float) -> 
     depend on the speed of the machine.
 
     `every` is `eval_every`: a number of steps, 0 for the last step only, None for the default.
-    `cost` is that of one evaluation, as a number of training steps.
+    `cost` is the cost of one evaluation, in training steps.
     """
     if every == 0:
         return total_steps
@@ -273,7 +273,7 @@ def exporting_best(
 ) -> Iterator[None]:
     """Export the best weights if training diverges in the `with` block, which is a step's loop.
 
-    `export`, a collective, writes the model. `trained` has the trained model's settings by name.
+    `export`, a collective, writes the model. `trained` maps the model's name to its settings.
 
     Raises:
         DivergedError: training diverged; the message says what happened, what is kept and how to

@@ -1,7 +1,7 @@
 """Options of DeepSpeed-Chat's scripts and their counterparts, from a table in the documentation.
 
-These are the options of its steps' `main.py`, including step 2 with DPO, that have a different name
-here. They are refused with a message that names the counterpart.
+The table lists options of DeepSpeed-Chat's `main.py` scripts, including step 2 with DPO, that are
+named differently here. They are refused with a message that names the counterpart.
 """
 
 import re

@@ -34,7 +34,7 @@ def count_memory_kills() -> int:
 
 
 def control_groups() -> list[Path]:
-    """List the control groups of this process, of both versions, innermost first."""
+    """List the control groups of this process (cgroup v1 and v2), innermost first."""
     groups: list[Path] = []
     for line in _read(Path("/proc/self/cgroup")).splitlines():
         _, controllers, path = line.split(":", 2)

@@ -31,7 +31,7 @@ STOP_BYTE = b"\0"
 class StopSignals:
     """Context manager that records stop signals in `received`; a second Ctrl-C aborts.
 
-    After a scheduler's signal, further ones have no effect: SLURM sends SIGUSR1 and, at the time
+    After a scheduler's signal, later ones have no effect: SLURM sends SIGUSR1 and, at the time
     limit, SIGTERM, while the state is being saved. After Ctrl-C, any further signal aborts the
     process, except the one from a closed terminal. Signals that the caller has set to be ignored,
     as nohup does, stay ignored.

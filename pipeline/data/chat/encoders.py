@@ -63,7 +63,7 @@ def _remove_prefix(part: dict[str, Any] | None) -> dict[str, Any] | None:
 def end_ids(tokenizer: "PreTrainedTokenizerBase") -> tuple[int, ...]:
     """Return the ids that end a text: the end-of-sequence id, then those that stop `generate`.
 
-    The latter are `eos_token_id` in the model's generation_config.json, or in its config.json.
+    `generate` stops at `eos_token_id` of the model's generation_config.json or config.json.
     """
     ids, source = [tokenizer.eos_token_id], str(tokenizer.name_or_path)
     for name in ("generation_config.json", "config.json") if source else ():

@@ -47,7 +47,7 @@ class NamedSet:
 
 
 def named_set(name: str) -> NamedSet | None:
-    """Return the set with this name, or whose name this path ends with; None if unknown."""
+    """Return the set that is called `name`, or whose name ends the path `name`; None if unknown."""
     parts = name.replace("\\", "/").rstrip("/").split("/")
     return NAMED.get("/".join(parts[-2:])) or NAMED.get(parts[-1])
 

@@ -326,7 +326,7 @@ def read_row(
 
 
 def _read_shape(shape: RowShape, row: Row, stats: ReadStats, kept: RowColumns) -> Example:
-    """Read a row, with the columns that rows of any shape may have: tools, margin and label."""
+    """Read a row, and the columns that rows of any shape may contain: tools, margin and label."""
     example = replace(shape.read(row), origin=row.origin)
     example = replace(example, prompt=add_tools(row, example.prompt))
     if example.rejected and example.margin is None:

@@ -85,7 +85,7 @@ class Source:
     train: list[Row]
 
     eval: list[Row]
-    """The rows of its test split; empty if it has none."""
+    """The rows of the test split; empty if there is none."""
 
     splits: str = ""
     """The splits that are read, if there are others: `train_sft, and test_sft for evaluation`."""
@@ -385,8 +385,8 @@ def choose_splits(
     """Return the training split that `step` reads, and the matching test splits, if any.
 
     The training split is `requested`, else `train`, else the only split or the only `train*`, else
-    the one named for the step. The test split has the same suffix or none; without such a split,
-    all test splits are read if there is a single training split, and none otherwise.
+    the one named for the step. The test split has the same suffix or none. If there is no such
+    split, all test splits are read if there is one training split, and none are read otherwise.
 
     Raises:
         DataError: the training split is missing, or there are several and none is for the step.

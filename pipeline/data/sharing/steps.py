@@ -1,8 +1,8 @@
 """Assignment of rows to the steps and to evaluation.
 
-Some prompts are held out for evaluation, and each of the others goes to one step. Both are decided
-per prompt, from the prompt and `data.seed` alone: adding or reordering rows or paths, or changing
-the training seed, moves no other prompt. Prompts that earlier steps trained on or held out are
+Some prompts are held out for evaluation, and each other prompt is assigned to one step. This is
+decided from the prompt and `data.seed` alone: adding or reordering rows or paths, or changing the
+training seed, does not move any other prompt. Prompts that earlier steps trained on or held out are
 kept apart as well, however their rows were chosen.
 """
 
@@ -466,7 +466,7 @@ def assign_step(
 
     Weighted rendezvous hashing (Schindelhauer & Schomaker 2005): each step draws an exponential
     variate whose rate is its share, and the smallest wins. If a step is removed from `steps` or its
-    share changes, no prompt moves between the others.
+    share changes, no prompt moves between other steps.
     """
     variates = [
         (-math.log(draw(prompt, seed=seed, purpose=f"step {step}")) / split[step - 1], step)

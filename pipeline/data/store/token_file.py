@@ -144,7 +144,7 @@ class TokenFile:
             self.origin = Origin(**json.loads(origin_file.read_bytes()))
 
     def span(self, document: int) -> tuple[int, int]:
-        """Return the positions of a document's first token and of the one after its last.
+        """Return the position of a document's first token, and the position after its last token.
 
         Raises:
             IndexError: there is no such document.

@@ -2,8 +2,8 @@
 
 Every process writes its file into `.writing-*`, then a small JSON file with its size and CRC-32, or
 the reason for a failure. The first process waits for these, writes the manifest and renames the
-directory. No collectives are used, so a background save can't interleave with those of training,
-and a failed save can't hang it.
+directory. No collectives are used, so a background save can't interleave with the collectives of
+training, and a failed save can't hang training.
 """
 
 import json

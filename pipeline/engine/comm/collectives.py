@@ -55,7 +55,7 @@ class ChainedWork:
 
 
 class Collectives:
-    """The collectives of a single process, and the base class of the others."""
+    """Collectives of a single process; base class of collectives over several processes."""
 
     def __init__(self, device: torch.device, name: str, group: Group) -> None:
         self.group = group

@@ -1,7 +1,7 @@
 """Collectives over shared memory and over sharded copies, and the choice between them.
 
 Shared memory: a process copies a chunk of its vector into its slot of a shared file. After a
-barrier, which also compares the processes' histories, the others read it from there. Two sets of
+barrier, which also compares the processes' histories, the others read the slot. Two sets of
 slots alternate: a process that reaches the next barrier has read the previous set, so one barrier
 per chunk is enough. Sums are trees in rank order.
 """
@@ -74,7 +74,7 @@ class SharedMemoryCollectives(GroupCollectives):
 
 
 def can_share_memory(group: Group) -> bool:
-    """Return whether every process can map the memory of the others. A collective."""
+    """Return whether every process can map the memory of every other process. A collective."""
     if not hasattr(os, "memfd_create"):  # only Linux has it
         return False
     token = f"{os.getpid()}-{time.time_ns()}".encode()

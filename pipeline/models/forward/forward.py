@@ -196,7 +196,7 @@ def set_fp32_logits(model: nn.Module) -> None:
 class Scorer(nn.Module):
     """A sequence classifier that returns a score at every token.
 
-    In a reward model, the score of a response is that of its last token; in a critic, the score of
+    In a reward model, a response's score is the score of its last token; in a critic, the score of
     a token is the value of the state after it. With several labels the score is their expected
     value. The head computes in fp32; its weight and input have the model's data type, and training
     keeps an fp32 master weight. An encoder such as BERT has the same score at all tokens of a
@@ -376,8 +376,8 @@ def run_padded(
 ) -> Float[Tensor, "N X"]:
     """Run a model that requires padded batches, one group of similar lengths at a time.
 
-    Every process runs the same number of passes, that of the process with the most groups, because
-    passes gather weights collectively.
+    Every process runs as many passes as the process with the most groups, because passes gather
+    weights collectively.
     """
     padded = ragged.padded
     real = torch.zeros_like(padded.source).index_fill(0, padded.index, 1)

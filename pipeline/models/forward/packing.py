@@ -171,7 +171,7 @@ def _small_size(name: str, value: int, heads: int) -> int:
 
 
 def _small_window(window: Any, context: object) -> Any:  # noqa: ANN401
-    """Return a copy's window; one that exceeds the context has no effect and is unchanged."""
+    """Return a copy's window; a window larger than the context has no effect and is unchanged."""
     if isinstance(window, list | tuple):
         return type(window)(_small_window(item, context) for item in window)
     if not isinstance(window, int) or isinstance(window, bool) or window <= 0:
@@ -208,7 +208,7 @@ LEAK_TOLERANCE = 0.01
 
 @dataclass(frozen=True)
 class Batching:
-    """How a model's sequences are run: packed or padded."""
+    """How a model's sequences are batched: packed or padded."""
 
     packed: bool
     """Whether sequences are packed into one row; otherwise those of similar length are padded."""

@@ -66,10 +66,10 @@ def stream_export(
 ) -> None:
     """Write full tensors as `model.safetensors`, or as shards and their index.
 
-    At most one shard's tensors are in memory, as copies on the CPU, besides the one that `named`
+    At most one shard's tensors are in memory, as copies on the CPU, besides the tensor that `named`
     yields, which may be freed or overwritten in the next iteration. The directory's weights are
-    replaced at the end, when the new ones are on disk; if the process is killed or power fails, the
-    directory contains the old ones, the new ones or none, but never a mixture.
+    replaced once the new weights are on disk. If the process is killed or power fails, the
+    directory contains the old weights, the new weights or none, but never a mixture.
 
     Raises:
         ValueError: a name was passed twice.
@@ -118,7 +118,7 @@ class _Shards:
         self._pending, self.pending_bytes = {}, 0
 
     def index(self, names: list[str]) -> str:
-        """Return the index of the shards, whose final file names are `names`."""
+        """Return the index of the shards; `names` are the final names of their files."""
         totals = {"total_parameters": self.total_parameters, "total_size": self.total_size}
         weight_map = {name: names[shard] for name, shard in sorted(self.shard_by_name.items())}
         return json.dumps({"metadata": totals, "weight_map": weight_map}, indent=2) + "\n"
@@ -127,8 +127,8 @@ class _Shards:
 def _replace_files(shards: _Shards, directory: Path) -> None:
     """Move the files to their final names, and remove the files that they replace.
 
-    If both exist, a single file takes precedence over an index, so it is removed last. An index is
-    removed before its shards change.
+    If both a single file and an index exist, the file takes precedence, so it is removed last. An
+    index is removed before its shards change.
     """
     single, index = directory / SINGLE, directory / INDEX
     stale = {path for path in directory.iterdir() if SHARD.fullmatch(path.name)}
@@ -181,7 +181,7 @@ def export(
 
     When the call returns, the files are on disk, with this user's default permissions.
 
-    With LoRA the directory has the merged model, and `adapter/` the adapter in peft's format. The
+    With LoRA, the directory contains the merged model and, in `adapter/`, peft's adapter. The
     trained model is not modified. A collective: the main process writes, and no process returns
     before the files exist. `weights`, such as an engine, gathers parameters one unit at a time;
     without it, all parameters must be in place.
@@ -227,7 +227,7 @@ def named_weights(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the state dict of `model`; each tensor is complete until the next is requested.
 
-    `weights` may be the engine of the model or of a larger one that contains it; all processes must
+    `weights` may be the engine of the model or of a larger model around it; all processes must
     iterate together. All weights of a unit are in place while one of them is yielded.
     """
     state: dict[str, Tensor] = model.state_dict(keep_vars=True)
@@ -280,7 +280,7 @@ def _exported_weights(
 def _split_off_adapter(
     weights: NamedTensors, adapter: dict[str, Tensor]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weights except those of an adapter, which are added to `adapter`."""
+    """Yield all weights except an adapter's weights, which are added to `adapter`."""
     for name, tensor in weights:
         if name.startswith(ADAPTER_PREFIX):
             adapter[name] = tensor.to("cpu", copy=True)

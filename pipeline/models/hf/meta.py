@@ -31,8 +31,8 @@ ModelT = TypeVar("ModelT", bound=PreTrainedModel)
 def build_on_meta(build: Callable[[], ModelT]) -> ModelT:
     """Build a model from its configuration, with the parameters on the meta device.
 
-    Buffers, such as the frequencies of rotary embeddings, are computed. Tied parameters are one
-    object, and those that a family keeps in fp32 are fp32, as after `from_pretrained`.
+    Buffers, such as the frequencies of rotary embeddings, are computed. As after `from_pretrained`,
+    tied parameters are one object, and parameters that the family keeps in fp32 are fp32.
     """
     with init_empty_weights(include_buffers=False):
         model = build()

@@ -2,7 +2,7 @@
 
 A sequence classifier in `transformers` returns the logits at the last token that isn't the padding
 token, regardless of the attention mask. If the end-of-sequence token is used for padding, as with
-every tokenizer without a padding token, the score is that of the token before it.
+every tokenizer without a padding token, the score is that of the token before the end of sequence.
 """
 
 import copy

@@ -144,7 +144,7 @@ class PipelineStage:
 
 
 def build_stage(model: nn.Module, *, number: int, blocks: Sequence[int]) -> PipelineStage:
-    """Remove other stages' modules from a model; `blocks` has the block count of each stage.
+    """Remove other stages' modules from a model; `blocks` lists the number of blocks per stage.
 
     Raises:
         ModelError: models of its family can't be split.
