@@ -1,7 +1,7 @@
 """Memory of a step on each of its processes, computed with closed-form formulas.
 
 The result is an estimate of what the process takes from the system (resident memory on a CPU,
-reserved memory on a GPU), within about 15 %. `docs/scaling.md` has a table of the formulas.
+reserved memory on a GPU), within about 15 %. `docs/scaling.md` lists the formulas.
 """
 
 import math

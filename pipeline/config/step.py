@@ -341,7 +341,7 @@ class StepConfig(ABC):
 
     @classmethod
     def implied_settings(cls, given: Mapping[str, Any]) -> dict[str, Any]:  # noqa: ARG003
-        """Return settings, by dotted name, that several train.py options or settings imply."""
+        """Return settings, by dotted name, implied by combinations of train.py options."""
         return {}
 
     @property

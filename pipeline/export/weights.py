@@ -69,7 +69,7 @@ class MergedExport:
 
 
 class AdapterExport:
-    """An adapter in peft's format without its base, from `directory` or its `adapter/`."""
+    """An adapter in peft's format, without its base, from `directory` or `directory/adapter`."""
 
     title = "adapter without its base, in peft's format"
 

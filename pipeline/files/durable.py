@@ -1,4 +1,4 @@
-"""Atomic writes: a file has its old or its new content even after a crash or power failure."""
+"""Atomic writes: even after a crash or power failure, a file contains its old or new content."""
 
 import json
 import os
@@ -95,7 +95,7 @@ def check_writable(path: Path, *, option: str) -> None:
 
 
 def write_output(texts: Mapping[Path, str], *, option: str) -> None:
-    """Write files atomically: each has its old content, or none, until its new content is complete.
+    """Write files atomically: each is unchanged, or missing, until its new content is complete.
 
     A killed process or a power failure leaves at most `<name>.partial` files, which the next call
     overwrites. Files are renamed only once all contents are on disk. Missing directories are

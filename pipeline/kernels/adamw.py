@@ -156,7 +156,7 @@ def round_weights(masters: Float[Tensor, " n"], dtype: torch.dtype) -> Float[Ten
     """Round fp32 master weights to the nearest value of the model's `dtype`.
 
     In bf16, ties round away from zero. With ties to even, as in fp16, 2^16 + 1 fp32 values would
-    round to the same even one, and 16 more bits could not distinguish them (`split_master`).
+    round to the same even value, and 16 more bits could not distinguish them (`split_master`).
     Infinity and NaN are preserved.
     """
     if dtype == torch.bfloat16:
@@ -172,7 +172,7 @@ def round_weights(masters: Float[Tensor, " n"], dtype: torch.dtype) -> Float[Ten
 def split_master(master: Float[Tensor, " n"]) -> tuple[Float[Tensor, " n"], Int16[Tensor, " n"]]:
     """Split fp32 master weights into bf16, rounded by `round_weights`, and 16 low bits.
 
-    `join_master` restores it exactly, except for NaN payloads.
+    `join_master` restores the masters exactly, except for NaN payloads.
     """
     return round_weights(master, torch.bfloat16), master.view(torch.int32).short()
 

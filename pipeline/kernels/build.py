@@ -105,7 +105,7 @@ def atomic_file(path: Path) -> Iterator[Path]:
 def cache_directory() -> Path | None:
     """Return the directory of this user's compiled kernels, created if necessary.
 
-    Warn and return None if it is unusable or others can write to it: code is loaded from it.
+    Since code is loaded from it, warn and return None if it is unusable or others can write to it.
     """
     configured, base = os.environ.get(CACHE), os.environ.get("XDG_CACHE_HOME")
     try:

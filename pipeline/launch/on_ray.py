@@ -97,7 +97,7 @@ class _Node:
         os.write(self.process.stdin.fileno(), data)
 
     def read(self) -> Iterator[tuple[int, bytes]]:
-        """Yield output with its stream's index, 0 or 1; finally, the exit code."""
+        """Yield output with the index of its stream, 0 or 1; finally, yield the exit code."""
         streams = [self.process.stdout, self.process.stderr]
         unfinished = list(streams)
         while unfinished:

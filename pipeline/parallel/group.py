@@ -179,7 +179,7 @@ class Group:
 
 @dataclass(frozen=True)
 class DataGroup(Group):
-    """Processes that train several copies of one model, each sharded over some of them.
+    """Processes that train several copies of one model, each copy sharded over part of them.
 
     This process has rank `copies.rank * shards.size + shards.rank` in the group.
     """

@@ -95,7 +95,7 @@ def _check_written(stage: Stage, writer: Stage, path: Path, request: Request) ->
 
 
 def _check_model(name: str, path: str, stage: Stage, config: StepConfig, *, written: bool) -> None:
-    """Raise if a local model is missing and not written by the run, or would be cleared by it.
+    """Raise if a local model is missing and the run won't write it, or if the run would delete it.
 
     The step clears its own directory before it reads its models.
     """

@@ -149,7 +149,7 @@ def _is_configured(stage: Stage, command_line: CommandLine) -> bool:
 
 
 def _get_replaced_steps(request: Request, stages: Sequence[Stage]) -> dict[str, Stage]:
-    """Return the earlier steps that lack output and that a model option replaces, by section."""
+    """Return, by section, the earlier steps without output that a model option replaces."""
     models = {"actor": request.actor_model, "reward": request.reward_model}
     return {
         stage.section: stage

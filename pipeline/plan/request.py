@@ -392,7 +392,7 @@ def _check_names(typed: Sequence[Option], files: Sequence[Layer], stages: Sequen
 
 
 def _with_option_name(sentence: str, files: Sequence[Layer]) -> str:
-    """Return `sentence` with its first word, a setting, as an option, unless a file sets it."""
+    """Spell the first word of `sentence`, a setting, as an option unless a file sets it."""
     first, space, rest = sentence.partition(" ")
     name = first.lstrip("-")
     known = {option.name for option in fields(Request)}

@@ -168,7 +168,7 @@ class Resolver:
     def initial_model(self, stage: Stage, role: str = "") -> str:
         """Return the initial model from which a role's weights derive.
 
-        The role is by default the main one. The result is empty if there is no such model.
+        The default role is the main one. The result is empty if there is no such model.
         """
         role, out = role or stage.main_role, self.request.output_dir
         origin = stage.origins(stage.models, _get_method(stage, self.request))[role]

@@ -196,7 +196,7 @@ def _normalize_value(kind: object, value: object, name: str, source: str) -> obj
 
 
 def _check_items(item_class: type, value: object, name: str, source: str) -> object:
-    """Check the names in `value`, a list of settings of `item_class`, and return it."""
+    """Check the names in `value`, a list of settings of `item_class`, and return the list."""
     for item in value if isinstance(value, list | tuple) else [value]:
         if not isinstance(item, Mapping) and not is_dataclass(item):
             keywords = "".join(f"{keyword}, " for keyword in getattr(item_class, "PRESETS", ()))

@@ -658,7 +658,7 @@ def _without_block(prompt: str) -> str:
 
 
 def _is_valid_block(turn: str, *, is_open: bool) -> bool:
-    """Return whether a rendered turn closes the block opened by its prompt, and opens no other."""
+    """Return whether a rendered turn closes its prompt's thinking block, and opens no other."""
     if is_open:
         rest = turn.lstrip().removeprefix(END_THINK).lstrip()  # after an empty block
         return END_THINK in turn and not rest.startswith(THINK)

@@ -222,7 +222,7 @@ def _exit_with_parent() -> None:
 
 @lru_cache(maxsize=1)
 def _load_tokenizer(definition: str) -> "Tokenizer":
-    """Return the tokenizer, which treats special tokens in a text as ordinary text."""
+    """Return a tokenizer that treats special tokens in a text as ordinary text."""
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_str(definition)

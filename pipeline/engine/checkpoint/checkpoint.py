@@ -45,7 +45,7 @@ class StoredFragment:
         return -(-self.stop // self.columns.width) * self.columns.stride
 
     def overlap(self, start: int, stop: int) -> int:
-        """Return the number of its elements from `start` to `stop` of the tensor; 0 for columns."""
+        """Return how many of its elements are in [`start`, `stop`) of the tensor; 0 for columns."""
         return max(0, min(stop, self.stop) - max(start, self.start)) if not self.columns else 0
 
 

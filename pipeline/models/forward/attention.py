@@ -215,7 +215,7 @@ MAX_PADDING = 1.3
 
 @runtime_checkable
 class Layout(Protocol):
-    """Arrangement of the tokens of a forward pass, and the keys that each one attends to."""
+    """Arrangement of the tokens of a forward pass, and the keys that each token attends to."""
 
     def attend(
         self,

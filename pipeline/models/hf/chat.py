@@ -104,7 +104,7 @@ def check_ready(path: str, examples: Iterable[Example] = (), *, reward_model: bo
 
     Raises:
         ModelError: there is no such model, or a part of it is missing or damaged.
-        DataError: its template can't render a prompt, or a prompt leaves no room for a response.
+        DataError: the template can't render a prompt, or a prompt leaves no room for a response.
     """
     local = None if path == EMBEDDED else local_directory(path)
     if local is not None:

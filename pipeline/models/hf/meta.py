@@ -47,7 +47,7 @@ def build_on_meta(build: Callable[[], ModelT]) -> ModelT:
 
 
 def iter_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Parameter]]:
-    """Yield each use of a parameter: its full name, its module, its name there, the parameter."""
+    """Yield (full name, module, name in the module, parameter) for each use of a parameter."""
     for prefix, module in list(model.named_modules()):
         for leaf, param in list(module.named_parameters(recurse=False, remove_duplicate=False)):
             yield f"{prefix}.{leaf}" if prefix else leaf, module, leaf, param

@@ -65,7 +65,7 @@ ATTENTION_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
 
 
 class SequenceParallel:
-    """Runs the blocks of a model, which are in one list, on this process's tokens.
+    """Runs a model's blocks, which must be in one list, on this process's tokens.
 
     Hooks split the tokens and gather them.
     """
@@ -357,7 +357,7 @@ def _shard_layer(shards: TensorShards, name: str, module: nn.Module) -> nn.Modul
     """Keep this process's shard of a layer and its adapter.
 
     A row-parallel layer no longer adds its bias, which must be added once, after the sum over
-    processes: the layer is returned if it has one.
+    processes. Return the layer if this applies to it, else None.
     """
     layer = cast("LinearLayer", unwrap_lora(module))
     is_colwise = STYLES[shards.styles[name]].is_colwise
@@ -400,8 +400,8 @@ def _matmul(layer: LinearLayer, values: Float[Tensor, "*B n"]) -> Float[Tensor, 
 class _SharedInput:
     """Column-parallel layers of one module with the same input.
 
-    Their input passes through one copy, so that its gradients are added locally before they are
-    summed over the processes.
+    Their input passes through `copy_to_group` once, so that its gradients are added locally before
+    they are summed over the processes.
     """
 
     def __init__(self, group: Group) -> None:
