@@ -341,7 +341,7 @@ class StepConfig(ABC):
 
     @classmethod
     def implied_settings(cls, given: Mapping[str, Any]) -> dict[str, Any]:  # noqa: ARG003
-        """Return settings, by dotted name, implied by combinations of train.py options."""
+        """Return settings, by dotted name, that follow from the `given` options of train.py."""
         return {}
 
     @property

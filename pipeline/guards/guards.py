@@ -131,7 +131,7 @@ class Guards:
         return sorted(trips, key=lambda trip: ("stop", "rollback", "warn").index(trip.action))
 
     def _check(self, guard: Guard, metrics: Mapping[str, float]) -> Trip | None:
-        """Return the guard's trip; None if it is off, within its limit, or has warned recently."""
+        """Return the trip; None if the guard is off, within its limit, or has warned recently."""
         name, step = str(guard), self.step
         if guard.action == "none" or not self._is_beyond_limit(guard, metrics):
             return None

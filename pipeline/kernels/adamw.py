@@ -124,8 +124,8 @@ def reference_adamw_(weights: Weights, gradient: Float[Tensor, " n"], step: Adam
 
     Rounding follows the SIMD lanes of PyTorch's fused AdamW, so that both give the same bits: `m`
     and `v` each end in a fused multiply-add; all else is rounded after each operation. (PyTorch
-    rounds the last few elements of a vector differently; this rounds all alike.) Moments in bf16
-    are rounded when stored; the step uses them in fp32. Weights are rounded by `round_weights`.
+    rounds the last few elements of a vector differently; this function rounds all alike.) Moments
+    in bf16 are rounded when stored; the step uses them in fp32. `round_weights` rounds weights.
     """
     (beta1, beta2), t = step.betas, step.step
     grad = gradient * step.multiplier

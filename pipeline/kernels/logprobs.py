@@ -105,8 +105,8 @@ def linear_logprobs(
     `vocab_shard`, the range of a sharded weight, the function is a collective.
 
     Results are in nats, fp32. Logits are those of `output_layer`, divided by the temperature. With
-    one tile, the result is bitwise identical to that of `compute_logprobs`; with several, sums are
-    added in a different order.
+    one tile, the result is bitwise identical to that of `compute_logprobs`; with several tiles,
+    sums are computed in a different order.
     """
     is_sharded = vocab_shard is not None and len(targets) > 0
     if not is_sharded and len(targets) * len(weight) <= (MAX_UNTILED if tile is None else tile):

@@ -2,7 +2,7 @@
 
     python -m pipeline.launch.cluster --hostfile hosts -m step1_sft.train --config my.yaml
 
-Without --hostfile it uses the SLURM allocation that it runs in.
+Without --hostfile, the machines are those of the SLURM allocation in which the command runs.
 """
 
 import os

@@ -124,7 +124,7 @@ class Group:
                 dist.broadcast(tensor, src=self.ranks[source], group=self.process_group)
 
     def shard(self, items: Sequence[T]) -> list[T]:
-        """Return this process's share of the items: every `size`-th one, starting at `rank`."""
+        """Return this process's share of the items: every `size`-th item, starting at `rank`."""
         return list(items[self.rank :: self.size])
 
     def append_fingerprints(self, values: Tensor) -> Tensor:

@@ -153,7 +153,7 @@ def lock_output(out: Path) -> Iterator[None]:
     """Lock the directory; on exit, remove it if it is empty or contains only `COMMAND`.
 
     Raises:
-        ConfigError: another job is using it, or it can't be created.
+        ConfigError: another job is using the directory, or it can't be created.
     """
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -243,7 +243,7 @@ def _check_step(request: Request, stage: Stage, config: StepConfig, first: Stage
 
 
 def _skipped_steps(request: Request, stages: Sequence[Stage]) -> set[str]:
-    """Return the finished steps that `--resume` skips: those before the first one to run."""
+    """Return the finished steps that `--resume` skips: those before the first step to run."""
     chosen = [stage for stage in stages if stage.number in request.step]
     finished = {
         stage.name

@@ -342,7 +342,7 @@ def _check_sections(
 ) -> None:
     """Reject invalid sections, unknown methods, and options for methods that don't run.
 
-    A file may have sections of methods that don't run.
+    A file may contain sections of methods that don't run.
     """
     for layer in files:
         methods_section = layer.settings.get(METHODS) or {}

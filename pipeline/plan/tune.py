@@ -163,8 +163,8 @@ class _StepTuner:
 
         Raises:
             ConfigError: in the first trial, the step rejects its input.
-            SystemExit: a scheduler's signal stopped it; the code is 75.
-            KeyboardInterrupt: Ctrl-C stopped it.
+            SystemExit: a scheduler's signal stopped the trial; the code is 75.
+            KeyboardInterrupt: Ctrl-C stopped the trial.
         """
         machine, checks_memory = self.plan.machine, self.plan.request.plan != "off"
         try:

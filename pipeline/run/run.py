@@ -276,7 +276,7 @@ def _json_safe(value: object) -> object:
 
 
 def get_training_id(path: str) -> str | None:
-    """Return the id of a model's training run; None if `path` has no readable result.json.
+    """Return the id of a model's training run; None if `path` contains no readable result.json.
 
     The id depends on steps, tokens and metrics. Metrics on held-out rows have full precision, so
     only equal weights have equal metrics. Time and settings are left out, so a bitwise repetition

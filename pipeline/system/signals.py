@@ -33,8 +33,8 @@ class StopSignals:
 
     After a scheduler's signal, later ones have no effect: SLURM sends SIGUSR1 and, at the time
     limit, SIGTERM, while the state is being saved. After Ctrl-C, any further signal aborts the
-    process, except the one from a closed terminal. Signals that the caller has set to be ignored,
-    as nohup does, stay ignored.
+    process, except the signal from a closed terminal. Signals that the caller has set to be
+    ignored, as nohup does, stay ignored.
 
     `announce` is called on the first signal, and again, with `aborts=True`, just before the process
     aborts: immediately, from another thread, even while the main thread waits in a collective,

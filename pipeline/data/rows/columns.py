@@ -349,7 +349,7 @@ def add_system(row: Row, dialogue: Turns) -> Turns:
 
 
 def read_response(row: Row, name: str, prompt: Turns) -> Turns:
-    """Return a column's response: turns, from which a leading `prompt` is removed, or one text."""
+    """Return a column's response: turns without a repeated leading `prompt`, or one turn's text."""
     if _turn_items(row, name) is not None:
         turns = read_turns(row, name)
         return turns[len(prompt) :] if turns[: len(prompt)] == prompt else turns

@@ -1,4 +1,4 @@
-"""AdamW on the host for gradients and weights on a GPU, which are copied while it computes."""
+"""AdamW on the host; gradients and weights on a GPU are copied while the host computes."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace

@@ -321,7 +321,7 @@ class Ragged:
 
     @cached_property
     def _keys(self) -> "Keys | None":
-        """The keys that each sequence attends to; None if each attends only to its own."""
+        """The keys that each sequence attends to; None if it attends only to its own keys."""
         if self.key_lengths == self.lengths:
             return None
         indices = torch.arange(sum(self.lengths)).split(self.lengths)
