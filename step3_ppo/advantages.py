@@ -50,7 +50,7 @@ STD_FLOOR = 1e-4
 
 @dataclass(frozen=True)
 class RewardedResponses:
-    """Responses with their rewards; responses to the same prompt are adjacent."""
+    """Responses and their rewards; responses to the same prompt are adjacent."""
 
     rewards: Float[Tensor, "B T"]
     """Reward of each token, zero on padding."""

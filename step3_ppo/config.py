@@ -281,7 +281,7 @@ class PPOConfig(TaskSettings, StepConfig, RewardSettings, GuardSettings):
 
     @property
     def step_name(self) -> str:
-        """Name in metrics: step3_METHOD if the output directory is named so, or else step3_ppo."""
+        """Name in metrics: the output directory's name if it is step3_METHOD, or else step3_ppo."""
         method_step = f"step3_{self.method}"
         return method_step if self.output_dir.name == method_step else "step3_ppo"
 
@@ -307,7 +307,7 @@ class PPOConfig(TaskSettings, StepConfig, RewardSettings, GuardSettings):
 
     @property
     def reference_role(self) -> Literal["reference", "teacher"] | None:
-        """Role of the frozen policy: teacher, or reference for a penalty or to measure the KL.
+        """Role of the frozen policy: `teacher`, or `reference` if the KL is penalized or measured.
 
         None if there is no such policy, or if a server runs it.
         """
@@ -329,7 +329,7 @@ class PPOConfig(TaskSettings, StepConfig, RewardSettings, GuardSettings):
 
     @property
     def prompts_per_rollout(self) -> int:
-        """Prompts per rollout over all processes; a process has all responses to its prompts."""
+        """Prompts per rollout over all processes; all responses to a prompt are on one process."""
         return self.rollout_size // self.group_size
 
     def responses_per_process(self, processes: int) -> int:
@@ -350,7 +350,7 @@ class PPOConfig(TaskSettings, StepConfig, RewardSettings, GuardSettings):
 
     @classmethod
     def implied_settings(cls, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the settings that follow from options for rewards, teachers and environments."""
+        """Return the settings that options for rewards, teachers and environments imply."""
         options = {name: given[name] for name in ("reward_function", "reward") if name in given}
         implied = {"rewards": read_reward_options(options.items())} if options else {}
         teacher = given.get("teacher")
@@ -516,7 +516,7 @@ def _loads_reference(config: PPOConfig) -> bool:
 
 
 def _reference(config: PPOConfig) -> FrozenModelConfig:
-    """Return `reference` if it has a path or is the actor's base, or else the actor's settings."""
+    """Return the settings of the reference; if it is a copy of the actor, the actor's settings."""
     if config.reference.path is not None or not _loads_reference(config):
         return config.reference
     shared = {field.name: getattr(config.actor, field.name) for field in fields(FrozenModelConfig)}

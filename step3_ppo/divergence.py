@@ -65,7 +65,7 @@ def gkd_loss(
     """Return the weighted sum of `generalized_jsd` and, for metrics, log pi and the reverse KL.
 
     Gradients are computed together with the loss, one tile of targets at a time. The divergences
-    ignore token ids that only one of the models has, since these are padding.
+    ignore token ids that only one vocabulary contains, since these are padding.
     """
     vocab = min(student.vocab_size, teacher.vocab_size)
     logprobs, reverse_kl = torch.empty_like(weights), torch.empty_like(weights)

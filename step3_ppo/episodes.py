@@ -368,7 +368,7 @@ def run_shared_episodes(
 ) -> list[EpisodeResponse]:
     """Call `run_episodes` on one process, or divide the prompts among the model's processes.
 
-    With several processes, which must all make this call, `on_response` is called at the end.
+    With several processes, all must make this call; `on_response` is then called at the end.
     """
     model_group = current_mesh().model_parallel.untracked
     starts = range(0, len(prompts), group_size)

@@ -49,7 +49,7 @@ NUM_PRINTED_SAMPLES = 2
 
 
 def get_opening(response: Response) -> list[Mapping[str, Any]]:
-    """Return the opening of an episode; empty for other responses."""
+    """Return the messages before an episode's first response; empty for other responses."""
     if not isinstance(response, EpisodeResponse):
         return []
     return [turn.turn for turn in response.opening]
@@ -145,10 +145,10 @@ class HeldOut(HeldOutPrompts):
         return kl_statistics(experience, counted)["kl"]
 
     def by_prompt(self, responses: Sequence[ScoredResponse]) -> dict[str, list[float | None]]:
-        """Return the best available measure of each response, by name; None if unknown.
+        """Return the best available metric of each response, under its name; None if unknown.
 
-        This is the verdict of the embedded task's verifier if it applies, otherwise the gold reward
-        if there is one, otherwise the training reward.
+        The metric is the verdict of the embedded task's verifier if it applies, otherwise the gold
+        reward if there is one, otherwise the training reward.
         """
         if self.is_verifiable:
             return {"judge": [float(bool(verdict)) for verdict in self.verdicts(responses)]}
@@ -325,7 +325,7 @@ class Evaluator:
         )
 
     def _get_metrics(self, responses: Sequence[ScoredResponse], *, kl: float) -> dict[str, float]:
-        """Return metrics of sampled responses; the win rate is against the initial actor's."""
+        """Return metrics of sampled responses, such as the win rate over the initial actor."""
         return {
             "objective": self.subset.compute_objective(responses, kl=kl),
             f"sampled_{self._score_name}": mean_score(responses),

@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ForwardPass:
-    """One pass of actor and critic over a process's entire rollout, with its autograd graph."""
+    """One pass of actor and critic over a process's entire rollout, and its autograd graph."""
 
     policy: TokenLogprobs
     values: Float[Tensor, " K"] | None
@@ -262,7 +262,7 @@ def _request_teacher(
 
 
 def _get_sampled(response: Response, logprobs: Float[Tensor, " T"]) -> Float[Tensor, " _L"]:
-    """Return log pi from generation, or from training if the response is a demonstration."""
+    """Return log pi as computed in generation or, for a demonstration, in training."""
     if not response.logprobs:
         return logprobs[: len(response.ids)]
     return torch.tensor(response.logprobs, device=logprobs.device)
@@ -271,7 +271,7 @@ def _get_sampled(response: Response, logprobs: Float[Tensor, " T"]) -> Float[Ten
 def _pad_rows(
     outputs: Sequence[Float[Tensor, " _K"]], parts: Sequence[Sequence[int]], lengths: Sequence[int]
 ) -> Float[Tensor, "B T"]:
-    """Convert a model's outputs by micro-batch, (K) each, to one padded row per response."""
+    """Convert a model's outputs, (K) per micro-batch, to one padded row per response."""
     by_row = [torch.empty(0)] * len(lengths)
     for rows, output in zip(parts, outputs, strict=True):
         for row, tokens in zip(rows, output.split([lengths[row] for row in rows]), strict=True):
@@ -282,7 +282,7 @@ def _pad_rows(
 def _run_trained_models(
     models: Models, batches: Sequence[TokenBatch], config: PPOConfig
 ) -> dict[str, list[Tensor]]:
-    """Run actor and critic without dropout and graphs, and return their outputs."""
+    """Run actor and critic without dropout or autograd, and return their outputs."""
 
     def run_policy(batch: TokenBatch) -> Tensor:
         outputs = _run_policy(models, batch, config)
@@ -375,7 +375,7 @@ def apply_overlong(
     stopped: Bool[Tensor, " B"],
     config: PPOConfig,
 ) -> tuple[Float[Tensor, " B"], Bool[Tensor, " B"]]:
-    """Return rewards with overlong penalties, and which responses are counted (DAPO, 3.4)."""
+    """Add overlong penalties (DAPO, 3.4); return rewards and whether each response is counted."""
     if config.overlong_buffer > 0:
         penalty = overlong_penalty(
             lengths.to(reward_score.dtype),
@@ -442,8 +442,8 @@ def check_rollout_gap(metrics: Mapping[str, float], models: Models) -> None:
     """Stop if generation's log-probabilities are not those of the weights being trained.
 
     Rounding causes a mean gap of up to 3e-2 nats in lower precision (extreme adapter weights merged
-    into bf16) and 1e-6 in fp32. Incorrectly merged weights increase the mean, and wrong positions
-    the gap at some tokens. With `staleness` above 0 a gap is expected, and nothing is checked.
+    into bf16) and 1e-6 in fp32. Incorrectly merged weights increase the mean gap; wrong positions
+    increase the gap at some tokens. With `staleness` above 0, a gap is expected and not checked.
 
     Raises:
         OffPolicyError: the actor was gathered, merged or sharded incorrectly, or its model family

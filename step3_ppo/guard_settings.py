@@ -42,7 +42,7 @@ DEFAULT_LIMITS: tuple[tuple[Signal, float, int], ...] = (
 
 @dataclass(frozen=True, kw_only=True)
 class GuardConfig(Guard):
-    """A signal, its limit, and the action when it is exceeded."""
+    """A signal, its limit, and the action taken when the limit is exceeded."""
 
     RELATIVE = ("entropy", "response_length")
     LOWER = ("explained_variance",)
@@ -90,7 +90,7 @@ class GuardSettings:
 def unmeasured_signals(
     *, gold: bool, critic: bool, reference: bool, groups: bool, sources: bool
 ) -> dict[str, str]:
-    """Return the signals that a run does not measure, with their requirements."""
+    """Return the signals that a run does not measure, each with its requirement."""
     needs_reference = (reference, "a reference; set ppo.reference.path, or use a KL penalty")
     needs = {
         "kl": needs_reference,

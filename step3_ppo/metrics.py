@@ -107,8 +107,8 @@ def critic_statistics(rollout: Rollout) -> dict[str, float]:
 def group_statistics(rollout: Rollout) -> dict[str, float]:
     """Compute the groups' mean standard deviation, and the fraction of groups with equal rewards.
 
-    `dead_right` is the fraction of groups with equal rewards above 0, and `dead_wrong` that of the
-    other groups with equal rewards. The result is empty with one response per prompt.
+    `dead_right` is the fraction of groups with equal rewards above 0, and `dead_wrong` the fraction
+    of other groups with equal rewards. The result is empty with one response per prompt.
     """
     if rollout.group_size == 1:
         return {}
@@ -163,8 +163,8 @@ def episode_statistics(responses: Sequence[Response], config: PPOConfig) -> dict
 
     `turns` is the number of the actor's responses, and `observation_length` the number of tokens
     between them. `ended_by_turns`, `ended_by_tokens` and `ended_by_failure` are the fractions of
-    episodes that a limit or a failure ended. Each part of a reward with several parts is averaged
-    over the episodes that have it, under a name that begins with that of its source.
+    episodes that a limit or a failure ended. If a reward has several parts, each is averaged over
+    the episodes that contain it, under a name that begins with the source's name.
     """
     if config.environment is None:
         return {}

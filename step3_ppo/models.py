@@ -60,7 +60,7 @@ logger = logging.getLogger(__name__)
 
 
 def join_response(prompt: Sequence[int], response: Response) -> Encoded:
-    """Join a prompt and its response, whose tokens are trained."""
+    """Join a prompt and its response; only the actor's tokens are trained."""
     if isinstance(response, EpisodeResponse):
         return response.sequence
     trained = [False] * len(prompt) + [True] * len(response.ids)
@@ -105,7 +105,7 @@ class RewardTextEncoder:
 
 
 def reward_chat(tokenizer: PreTrainedTokenizerBase, reward: FrozenModelConfig) -> ChatFormat | None:
-    """Return the chat format of a reward model that reads text; None if it reads actor tokens.
+    """Return a reward model's chat format, or None if it reads the actor's tokens.
 
     Raises:
         ModelError: the reward model has a different tokenizer and no chat template.
@@ -145,7 +145,7 @@ class RewardModel:
         """Moments of the first rollout's scores, set by `step3_ppo.train.normalize_scores`."""
 
     def scores(self, batches: Sequence[TokenBatch]) -> list[Float[Tensor, " B"]]:
-        """Compute each batch's raw scores: at sequences' last tokens, or from their steps."""
+        """Compute each batch's raw scores, from sequences' last tokens or from their steps."""
         with evaluating(self.engine.model):
             return self.passes.forward_everywhere(
                 batches,
@@ -243,7 +243,7 @@ class Models:
 
     @property
     def shares_prompts(self) -> bool:
-        """Whether responses to the same prompt can share one copy of it in all these models."""
+        """Whether all responses to a prompt can share one copy of it in a pass of any model."""
         models = [self.policy]
         if self.reference is not None:
             models.append(cast("Policy", self.reference.engine.model).model)
@@ -335,7 +335,7 @@ def load_models(
 def load_critic(
     config: PPOConfig, tokenizer: PreTrainedTokenizerBase, *, total_steps: int
 ) -> Passes | None:
-    """Return the passes of the critic, or of this process's part of it; None without a critic.
+    """Return the passes of the critic, in a pipeline of its local stage; None without a critic.
 
     If the reward model has several labels, all weights except those of the head are used, and the
     head is initialized randomly.
@@ -367,7 +367,7 @@ def load_critic(
 
 
 def load_reward(config: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> RewardModel | None:
-    """Load the reward model, which reads text if its chat format differs; None if there is none.
+    """Load the reward model, if any; if its chat format differs from the actor's, it reads text.
 
     Raises:
         ModelError: its tokenizer differs and it has no chat template, or its labels have no values.
@@ -454,7 +454,7 @@ def sampling_options(chat: ChatFormat, config: PPOConfig) -> dict[str, Any]:
 
 
 def serve_rollouts(config: PPOConfig, groups: RolloutGroups) -> None:
-    """Sample responses for the training processes until they end, as `serve_requests` does."""
+    """Load the actor, and sample responses with `serve_requests` for the training processes."""
     chat = load_chat(config.actor, config.data)
     actor = load_causal_lm(config.actor, device=local_device(), seed=config.seed)
     add_tokens(actor, chat.tokenizer, seed=config.seed)

@@ -71,7 +71,7 @@ class RewardSettings:
 
     @property
     def environment_source(self) -> RewardConfig | None:
-        """The environment's reward as a source; None without an environment."""
+        """The source that gives the environment's reward; None without an environment."""
         return next((source for source in self.rewards if source.kind == ENVIRONMENT_KIND), None)
 
     @property
@@ -145,9 +145,9 @@ class RewardSettings:
 
 
 def add_environment_source(config: RewardSettings) -> tuple[RewardConfig, ...]:
-    """Return the sources including the environment, which by default is the only reward.
+    """Return the sources, to which the environment is added unless it is one of them.
 
-    If other sources are given without it, it gets weight 0 and is only measured.
+    If it is added to other sources, its weight is 0, so that it is only measured.
     """
     if config.environment is None or config.environment_source is not None:
         return config.rewards

@@ -62,7 +62,7 @@ class RewardSources:
 
     @property
     def is_empty(self) -> bool:
-        """Whether responses are scored by neither programs nor an environment."""
+        """Whether neither programs nor an environment score the responses."""
         return not self.has_programs and self.config.environment is None
 
     def submit(self, episodes: Sequence[Episode]) -> None:
@@ -98,7 +98,7 @@ class RewardSources:
         return results
 
     def _share_first(self, value: T) -> T:
-        """Return the first process's value to all processes that have the same responses."""
+        """Return the value of the first of the processes that hold the same responses."""
         return self._model_group.gather_objects(value)[0]
 
     def state_dict(self) -> dict[str, Any]:

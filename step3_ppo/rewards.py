@@ -58,8 +58,8 @@ def reported_scores(
 ) -> Float[Tensor, " B"]:
     """Convert raw scores to those reported in metrics, on the reward model's own scale.
 
-    The reward model was trained on finished responses, so its score of a truncated one is
-    meaningless and may be high. Such a response gets at most `missing_eos_score`, as in PPO's
+    The reward model was trained on finished responses, so its scores of truncated responses are
+    meaningless and may be high. They are therefore limited to `missing_eos_score`, as in PPO's
     reward.
     """
     assert score is not None
@@ -155,7 +155,7 @@ class ResponseRewards:
         }
 
     def metrics(self, *, group_size: int = 1) -> dict[str, float]:
-        """Return means by source, the fraction without a reward, and this process's waiting time.
+        """Return the sources' means, the fraction of unrewarded responses, and the waiting time.
 
         The standard error of gold accounts for the dependence between the `group_size` responses to
         each prompt.

@@ -96,7 +96,7 @@ class Prompts:
     rollback."""
 
     def next_batch(self, groups: Sequence[int] | None = None) -> PromptBatch:
-        """Draw the next prompts, one for each of these groups of a rollout, by default for all.
+        """Draw the stream's next prompts: one per group in `groups`, by default a full rollout.
 
         A prompt's process depends on its group; its random numbers depend on the prompt's position
         in the stream and on the number of rollbacks.
@@ -127,7 +127,7 @@ class Prompts:
     def drop_solved(
         self, batch: PromptBatch, source_rewards: Mapping[str, SourceResults], config: PPOConfig
     ) -> None:
-        """Stop drawing the prompts of a batch that the actor solves. A collective."""
+        """Drop a batch's prompts from the stream if the actor solves them. A collective."""
         if config.drop_solved is None:
             return
         sources = [(source_rewards[name], maximum) for name, maximum in config.max_rewards.items()]
@@ -205,10 +205,10 @@ def load_prompts(chat: ChatFormat, config: PPOConfig) -> Prompts:
 def encode_demonstrations(
     rows: Sequence[Example], prompts: Sequence[Prompt], chat: ChatFormat, config: PPOConfig
 ) -> list[Response]:
-    """Return the response to each prompt in its row, if `uses_demonstrations`, or else nothing.
+    """Return the demonstrations in the prompts' rows; none unless `uses_demonstrations`.
 
-    It has the tokens of the turn after the prompt that step 1 trains on, up to `max_new_tokens`; as
-    no model sampled it, it has no log-probabilities.
+    A demonstration holds the tokens of the turn after the prompt, as trained on in step 1, but at
+    most `max_new_tokens`. It has no log-probabilities, since no model sampled it.
 
     Raises:
         DataError: a row has no response that step 1 would train on.
@@ -251,7 +251,7 @@ def generate_responses(
 
 
 def request_next(models: Models, prompts: Prompts, *, is_last: bool) -> None:
-    """Request the next rollout, if there is one, from the processes that only generate, if any."""
+    """If other processes generate, request the next rollout from them, unless there is none."""
     if models.remote is not None and not is_last and not prompts.all_solved:
         batch = prompts.peek_batch()
         models.remote.request(models.hybrid_engine, batch.keyed, batch=batch.number)

@@ -36,7 +36,7 @@ class ServedTeacher:
 
     Raises:
         ConfigError: the API key would be sent unencrypted over a network.
-        ModelError: the server returns no log-probabilities, or has a different tokenizer.
+        ModelError: the server returns no log-probabilities, or uses a different tokenizer.
     """
 
     def __init__(self, url: str, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -110,7 +110,7 @@ def collect(pending: Sequence[Future[list[float]]]) -> list[list[float]]:
     """Wait for requests and return their results; if one fails, cancel those not yet started.
 
     Raises:
-        ModelError: a request failed, or its reply had no log-probabilities.
+        ModelError: a request failed, or its reply contained no log-probabilities.
     """
     try:
         return [request.result() for request in pending]

@@ -116,7 +116,7 @@ def set_up(
 
 
 def apply_rollbacks(ppo: Setup) -> None:
-    """Set learning rates, sampling keys and the critic's linear output for the rollbacks so far."""
+    """Adapt learning rates, sampling keys and the critic's linear function to past rollbacks."""
     rollbacks, checkpoints = ppo.guards.rollbacks, ppo.checkpoints
     is_fitted = checkpoints.done > 0
     line = checkpoints.once("values", lambda: (1.0, 0.0)) if is_fitted else (1.0, 0.0)
@@ -129,9 +129,9 @@ def apply_rollbacks(ppo: Setup) -> None:
 def normalize_scores(
     models: Models, prompts: Prompts, config: PPOConfig, checkpoints: Checkpoints
 ) -> None:
-    """Set the mean and standard deviation that normalize scores, measured once per run.
+    """Set the mean and standard deviation with which scores are normalized.
 
-    They are those of the initial actor's responses in the first iteration.
+    They are measured once per run, on the initial actor's responses to the first prompts.
     """
     if models.reward is None or not config.normalize_score:
         return

@@ -62,7 +62,7 @@ class Ema:
 
 
 def open_ptx(chat: ChatFormat, config: PPOConfig, prompts: PromptRecord) -> "PtxStream | None":
-    """Return the batches of PPO-ptx, or None if it is off; write the record of this step's prompts.
+    """Return the batches of PPO-ptx, or None if `ptx_coef` is 0; record the prompts of this step.
 
     Args:
         chat: the chat format for dialogues.
@@ -142,7 +142,7 @@ class Updates(list[Update]):
 
     @property
     def tokens(self) -> int:
-        """All response tokens of the minibatches."""
+        """Number of response tokens in all minibatches."""
         return sum(update.tokens for update in self)
 
     def metrics(self) -> dict[str, float]:
@@ -204,11 +204,11 @@ def fit_values(
 ) -> tuple[float, float]:
     """Return slope and intercept of a line that predicts returns from the critic's values.
 
-    A reward model is not trained to score intermediate tokens, so its scores estimate values worse
-    than a constant does (Yuan et al. 2025, arXiv:2503.01491). The line is that of least squares,
-    with at least the slope for a correlation of `MIN_CORRELATION`, since the critic learns slowly
-    with a small slope. If all values or all returns are equal, the slope is 1. The returns are
-    computed with lambda 1, so they don't depend on the critic.
+    A reward model is not trained to score intermediate tokens, so a constant predicts returns
+    better than its scores do (Yuan et al. 2025, arXiv:2503.01491). The line is fitted by least
+    squares, but its slope is at least that of a correlation of `MIN_CORRELATION`, since the critic
+    learns slowly with a small slope. If all values or all returns are equal, the slope is 1. The
+    returns are computed with lambda 1, so they don't depend on the critic.
     """
     rollout = compute_advantages(
         experience, rewards.reward, replace(config, lam=1.0), kl_coef=kl_coef, counted=rewards.known
@@ -254,8 +254,8 @@ def update_minibatch(
 
     A token's weight does not depend on its process or micro-batch. `forward` is the scoring pass
     over these rows, if the models have not changed since. With `target_kl`, no step is taken if the
-    minibatch's approximate KL to the old policy exceeds 1.5 times the target; the result then has
-    `exceeds_kl` set.
+    minibatch's approximate KL to the old policy exceeds 1.5 times the target; `exceeds_kl` of the
+    result is then True.
     """
     weighting, tokens = _get_weights(rollout, rows, config)
     batches = _split_rows(rollout, rows, config)
@@ -289,7 +289,7 @@ def _reduce_metrics(
 ) -> dict[str, float]:
     """Compute means per token, and maxima, over all micro-batches and processes.
 
-    In a pipeline, only the last stage has the metrics of the micro-batches.
+    In a pipeline, only the last stage computes the metrics of the micro-batches.
     """
     data = current_mesh().data
     numbers = iter(read_scalars([value for part in parts for value in part.values()]))
@@ -356,7 +356,7 @@ def _split_rows(rollout: Rollout, rows: Sequence[int], config: PPOConfig) -> lis
 def _get_weights(rollout: Rollout, rows: Sequence[int], config: PPOConfig) -> tuple[Weighting, int]:
     """Return a minibatch's weighting over all processes, and the number of all its response tokens.
 
-    Only the latter includes tokens that are excluded from the loss.
+    The number includes tokens that are excluded from the loss; the weighting ignores them.
     """
     mask = rollout.experience.mask
     index = to_device(torch.tensor(list(rows), dtype=torch.long), mask.device)

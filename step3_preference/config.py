@@ -70,7 +70,7 @@ DEFAULT_LIMITS: tuple[tuple[Signal, float, int], ...] = (
 
 @dataclass(frozen=True, kw_only=True)
 class GuardConfig(Guard):
-    """A signal, its limit, and the action when it is exceeded."""
+    """A signal, its limit, and the action taken when the limit is exceeded."""
 
     RELATIVE = ("response_length",)
     PRESETS: ClassVar[Mapping[str, Sequence[Mapping[str, Any]]]] = guard_presets(DEFAULT_LIMITS)

@@ -64,7 +64,7 @@ def orpo_loss(
 
 
 def log_odds(logp: Float[Tensor, " B"]) -> Float[Tensor, " B"]:
-    """Return log(p / (1 - p)) from log p, in fp32; finite, like its gradient, even if p is 1."""
+    """Return log(p / (1 - p)) from log p, in fp32; it and its gradient are finite even at p = 1."""
     # About the spacing of fp32 at 1: keeps log(1 - p) finite where p rounds to 1.
     logp = logp.float().clamp(max=-1e-7)
     return logp - log1mexp(logp)

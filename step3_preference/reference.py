@@ -79,7 +79,7 @@ class RowStore:
 
     @property
     def num_good(self) -> int:
-        """Number of training rows with a chosen response, or for kto a good one."""
+        """Number of training rows that contain a chosen response or, for kto, a good one."""
         return sum(bool(example.chosen) for example in self._examples)
 
     def rows(self, indices: Sequence[int]) -> list[Row]:

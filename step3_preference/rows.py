@@ -26,7 +26,7 @@ RowOutcome = Literal["complete", "truncated", "too long", "equal", "untrained"]
 
 @dataclass(frozen=True)
 class Row:
-    """A row's sequences, prompt and response; one is None if the row has a single response."""
+    """The prompt with each of a row's responses; one is None if there is a single response."""
 
     chosen: Encoded | None
     rejected: Encoded | None
@@ -86,7 +86,7 @@ class BatchWithReference:
 def truncate_row(
     example: Example, chat: ChatFormat, config: PreferenceConfig
 ) -> tuple[Row, RowOutcome]:
-    """Truncate a row to `data.max_length`, and return it with the outcome.
+    """Truncate a row to `data.max_length`; return the row and the outcome.
 
     Both responses stay complete, and their prompt is truncated at its beginning, by the same number
     of tokens. Otherwise, the model would learn differences that only truncation causes.
@@ -149,7 +149,7 @@ def split_rows(rows: Sequence[Row], config: PreferenceConfig) -> list[RowBatch]:
 
 
 def collate_rows(rows: Sequence[Row], indices: Sequence[int]) -> RowBatch:
-    """Collate the rows with these indices; if there are none, use a spare row for the pass."""
+    """Collate the rows with these indices; if there are none, use the first row as a spare."""
     chosen = [(index, side) for index in indices if (side := rows[index].chosen) is not None]
     rejected = [(index, side) for index in indices if (side := rows[index].rejected) is not None]
     sequences = [side for _, side in (*chosen, *rejected)]
