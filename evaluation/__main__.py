@@ -28,7 +28,7 @@ def main(argv: Sequence[str]) -> None:
     """Evaluate the model, print a table and write the files.
 
     Raises:
-        UserError: a task or setting is unknown, the path has no model, or rows can't be read.
+        UserError: a task or setting is unknown, the path contains no model, or rows can't be read.
     """
     config = parse_command(
         EvaluationConfig,

@@ -25,7 +25,7 @@ class Question:
 
 @dataclass(frozen=True, kw_only=True)
 class ReadOptions:
-    """Which rows of a task to read, and how to turn them into questions."""
+    """Options for reading a task's rows and turning them into questions."""
 
     path: str | None = None
     """A data path; None uses the task's built-in rows, if it has any."""

@@ -54,7 +54,7 @@ def generate_texts(
     """Generate `num_samples` responses to each question, the same on any number of processes.
 
     Samples depend only on the seed and the indices of question and sample. A collective: each
-    process generates its share and gets all responses. `progress` counts the share.
+    process generates a share and gets all responses. `progress` counts this process's share.
 
     Raises:
         DataError: see `encode_questions`.

@@ -53,8 +53,8 @@ class TaskMetric:
 def pass_at_k(n: int, c: int, k: int) -> float:
     """Estimate the probability that at least one of k responses is correct.
 
-    The unbiased estimate 1 - C(n - c, k) / C(n, k) for n responses, of which c are correct (Chen
-    et al. 2021, arXiv:2107.03374, eq. 1), computed exactly.
+    The unbiased estimate is 1 - C(n - c, k) / C(n, k) for n responses, of which c are correct
+    (Chen et al. 2021, arXiv:2107.03374, eq. 1). It is computed exactly.
 
     Raises:
         ValueError: k is larger than the number of responses.
@@ -116,7 +116,7 @@ def _format_row(row: Sequence[str], widths: Sequence[int]) -> str:
 def make_document(
     metrics: Sequence[TaskMetric], config: EvaluationConfig, *, weights_hash: int
 ) -> dict[str, Any]:
-    """Return the metrics, with the weights, settings and versions they were computed with."""
+    """Return the metrics, and the weights' hash, settings and versions that produced them."""
     return {
         "path": config.path,
         "weights_hash": weights_hash,

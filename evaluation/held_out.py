@@ -184,7 +184,7 @@ class HeldOutPrompts(ABC):
         )
 
     def merge_responses(self, local: Sequence[ScoredResponse]) -> list[ScoredResponse]:
-        """Return all processes' responses in the order of the prompts; `local` are this one's."""
+        """Return all processes' responses in prompt order; `local` are those of this process."""
         gathered = self.data.gather_objects(dict(zip(self.rows, local, strict=True)))
         merged = {row: response for responses in gathered for row, response in responses.items()}
         return [merged[row] for row in range(len(self.prompts))]
@@ -218,7 +218,7 @@ T = TypeVar("T")
 
 
 def name_start(path: Path | str | None, base: FrozenModelConfig) -> str:
-    """Return the name in metrics of step 3's initial model: base, the step at `path`, or start."""
+    """Return the metric name of step 3's initial model: base, `path`'s step name, or start."""
     if path == base.path:
         return "base"
     name = Path(str(path)).name
@@ -380,7 +380,7 @@ def write_samples(
 def _describe_prompt(
     prompt: Prompt, responses: Sequence[ScoredResponse]
 ) -> Sequence[Mapping[str, Any]]:
-    """Return the prompt as JSON, or the opening of its environment."""
+    """Return the prompt, or the opening of its environment, as JSON."""
     opening = next((response.opening for response in responses if response.opening), None)
     return [message.turn for message in prompt.messages] if opening is None else opening
 

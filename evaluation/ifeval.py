@@ -1,6 +1,6 @@
 """IFEval: prompts with instructions that programs check (Zhou et al. 2023, arXiv:2311.07911).
 
-Rows have the columns of the public data set: `key`, `prompt`, `instruction_id_list`, and `kwargs`,
+Rows contain the public data set's columns: `key`, `prompt`, `instruction_id_list`, and `kwargs`,
 a mapping for each instruction. The checks follow the authors' program, except for language
 identification.
 """
@@ -39,7 +39,7 @@ class Instruction:
     """Allowed values of the arguments that have a fixed set of them."""
 
     def check(self, arguments: Arguments, location: str) -> None:
-        """Raise DataError, prefixed with `location`, unless the arguments are complete."""
+        """Raise DataError, prefixed with `location`, if an argument is missing or invalid."""
         for name, expected in self.argument_types.items():
             if not isinstance(arguments.get(name), expected) or isinstance(arguments[name], bool):
                 raise DataError(f"{location} needs {name}, got {arguments.get(name)!r}")
@@ -139,7 +139,7 @@ def is_language(text: str, language: str) -> bool:
     """Return whether a text is in a language, by the script of its letters and its frequent words.
 
     Most letters must be in the language's script. Among languages that share it, the one whose
-    frequent words occur most often in the text wins; a text without any counts as English.
+    frequent words occur most often in the text wins; without frequent words, it is English.
     """
     letters = Counter(unicodedata.name(char, "").split(" ")[0] for char in text if char.isalpha())
     script = SCRIPTS[language]
@@ -237,7 +237,7 @@ def _has_num_paragraphs(text: str, arguments: Arguments) -> bool:
 
 
 def _has_first_word(text: str, arguments: Arguments) -> bool:
-    """Return whether the number of paragraphs and the first word of the nth are as required."""
+    """Return whether the paragraph count, and the nth paragraph's first word, are as required."""
     pieces = [piece.strip() for piece in text.split("\n\n")]
     number, count = int(arguments["nth_paragraph"]), sum(map(bool, pieces))
     if count != int(arguments["num_paragraphs"]) or not 1 <= number <= count:

@@ -71,7 +71,7 @@ def win_rate(new: Sequence[ScoredResponse], old: Sequence[ScoredResponse]) -> fl
 def compare_scores(
     new: Sequence[ScoredResponse], old: Sequence[ScoredResponse]
 ) -> dict[str, int | float]:
-    """Return the win rate, and the numbers of prompts, wins and losses for its uncertainty."""
+    """Return the win rate, and the numbers of prompts, wins and losses it is computed from."""
     pairs = scored_pairs(new, old)
     return {
         "win_rate": win_rate(new, old),
@@ -87,7 +87,7 @@ def mean_score(responses: Sequence[ScoredResponse]) -> float:
 
 
 def source_means(responses: Sequence[ScoredResponse]) -> dict[str, float]:
-    """Return the mean reward of each source that gave rewards, by the name of its metric."""
+    """Return the mean reward of each source that gave rewards, by metric name."""
     names = dict.fromkeys(name for response in responses for name in response.rewards)
     values = {
         name: [value for response in responses if (value := response.rewards.get(name)) is not None]

@@ -1,6 +1,6 @@
 r"""The tasks, by name: GSM8K, IFEval, the embedded task and arithmetic.
 
-GSM8K (Cobbe et al. 2021, arXiv:2110.14168) has grade-school word problems: `question`, and
+GSM8K (Cobbe et al. 2021, arXiv:2110.14168) holds grade-school word problems: `question`, and
 `answer`, a solution that ends in `#### 18`. A response is graded in two ways, because the choice
 often matters more than the training: `strict` takes the number that is marked as the answer, by
 #### or \boxed, and `flexible` takes the last number of the text. Numbers are compared
@@ -124,7 +124,7 @@ def get_tasks(names: Sequence[str], paths: Mapping[str, str], *, setting: str) -
     Args:
         names: names of tasks.
         paths: data paths, by the name of the task that reads them.
-        setting: name of the setting with a task's path, {} being the task, for error messages.
+        setting: name, for error messages, of a task's path setting; {} stands for the task.
 
     Raises:
         ConfigError: a task is unknown, named twice, or lacks its data path, or a path has no task.

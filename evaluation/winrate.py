@@ -93,7 +93,7 @@ def main(argv: Sequence[str]) -> None:
     """Compare the models, print a table and write the file.
 
     Raises:
-        UserError: a setting is wrong, a path has no model, prompts can't be read, or the judge
+        UserError: a setting is wrong, a path contains no model, prompts can't be read, or the judge
             can't be used or fails.
     """
     config = parse_command(

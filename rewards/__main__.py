@@ -1,7 +1,7 @@
 """Try reward sources on a file of rows, without a model: `python -m rewards`.
 
-Each row's own response is scored: its demonstration or chosen response, or its answer if it has
-neither. A source that compares responses with the answer should give each a reward of 1.
+Each row's own response is scored: its demonstration or chosen response, otherwise its answer. A
+source that compares responses with the answer should give every response a reward of 1.
 """
 
 import math

@@ -14,7 +14,7 @@ from pipeline.data.examples import Message
 
 @dataclass(frozen=True)
 class Episode:
-    """A response to score, with its prompt and row."""
+    """A response to score, its prompt, and its row."""
 
     prompt: tuple[Message, ...]
     """The dialogue that the response answers; empty for plain text."""

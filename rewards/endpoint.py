@@ -162,7 +162,7 @@ def is_local(host: str) -> bool:
 def remote_scorer(config: RewardConfig, endpoint: Endpoint) -> Scorer:
     """Return a scorer that scores all episodes of a call with one request.
 
-    The request has `query` (prompts with their responses), `prompts`, and `labels` (values of
+    The request contains `query` (prompts with their responses), `prompts`, and `labels` (values of
     the source's column). The reply is {"rewards": [...]}, where null means no reward.
     """
 

@@ -205,7 +205,7 @@ def _detect_form(names: Collection[str], function: ast.stmt) -> Form | None:
 
 
 def function_scorer(file: FunctionFile, config: RewardConfig) -> Scorer:
-    """Return a scorer that calls a user's function with all episodes (in verl's form, with one)."""
+    """Return a scorer that passes a user's function all episodes or, in verl's form, one."""
     function = file.load()
     family = file.form.partition("_")[0]
     result_keys = {"openrlhf": ("rewards", "scores"), "verl": ("score",)}.get(family, ())

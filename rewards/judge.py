@@ -30,7 +30,7 @@ _DECODER = json.JSONDecoder()
 
 
 class NoScoreError(ValueError):
-    """A judge's reply has no score, or a score outside the scale."""
+    """A judge's reply contains no score, or a score outside the scale."""
 
 
 def template_columns(template: str, name: str) -> frozenset[str]:
@@ -68,7 +68,7 @@ def parse_score(text: str, scale: tuple[float, float]) -> float:
     """Return the last `score` of a reply's top-level JSON objects, mapped from `scale` to [0, 1].
 
     Raises:
-        NoScoreError: the reply has no score, or a score outside the scale.
+        NoScoreError: the reply contains no score, or a score outside the scale.
     """
     (low, high), score, start = scale, None, text.find("{")
     while start >= 0:
@@ -122,7 +122,7 @@ def reply_text(reply: object) -> str:
     """Return the message in an endpoint's reply.
 
     Raises:
-        EndpointError: the reply has no message.
+        EndpointError: the reply contains no message.
     """
     try:
         text = reply["choices"][0]["message"]["content"]  # type: ignore[index]

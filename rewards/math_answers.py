@@ -79,7 +79,7 @@ _PROSE = re.compile(r"[A-Za-z]{2,}\s+(?!(?:or|and)\b)[A-Za-z]{2,}")
 def math_scorer(config: RewardConfig) -> Scorer:
     """Return a scorer that gives 1 if the final answer matches the row's answer, else 0.
 
-    A row without an answer, or whose answer is a sentence, has no reward.
+    A row without an answer, or whose answer is a sentence, gets no reward.
     """
 
     def score(episode: Episode) -> float | None:
@@ -98,7 +98,7 @@ def math_scorer(config: RewardConfig) -> Scorer:
 
 
 def gold_answer(gold: object) -> Fraction | None:
-    r"""Return the number in a row's answer: in its last \boxed{}, after ####, or all of it."""
+    r"""Return the number in a row's answer: in the last \boxed{}, after ####, or the full text."""
     if gold is None or isinstance(gold, bool):
         return None
     text = str(gold)
@@ -111,7 +111,7 @@ def response_answer(response: str) -> Fraction | None:
 
 
 def marked_answer(response: str) -> Fraction | None:
-    r"""Return the number in the last \boxed{...}, else after the last ####; None without either."""
+    r"""Return the number in the last \boxed{...}, else after the last ####; None if absent."""
     marked = _extract_marked(response)
     return None if marked is None else parse_number(marked)
 
@@ -155,7 +155,7 @@ def parse_number(text: str) -> Fraction | None:
 
 
 def _parse_match(match: re.Match[str]) -> Fraction | None:
-    """Return the number of a match, without its sign."""
+    """Return the number in a match, without its sign; None if undefined or too large."""
     latex, digits = match.groups()[2:4], match.groups()[4:6]
     mixed, quotient = match.group("numerator", "denominator"), match.group("dividend", "divisor")
     for numerator, denominator in (latex, digits, mixed, quotient):

@@ -101,7 +101,7 @@ class Rewards:
         }
 
     def checked_results(self) -> dict[str, SourceResults]:
-        """Return the results, for a command that stops if a source failed on too many responses.
+        """Return `results()`, unless a source failed on too many responses.
 
         Raises:
             RewardError: a source failed on a larger fraction of the responses than `max_failures`.

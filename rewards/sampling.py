@@ -82,7 +82,7 @@ class SamplingConfig(ScoringConfig):
 def read_prompts(
     config: SamplingConfig, columns: RowColumns, *, held_out: bool = False
 ) -> list[Example]:
-    """Read the rows that have a prompt, with the columns that reward sources read.
+    """Read the rows that contain a prompt, keeping the columns that reward sources read.
 
     Args:
         config: the data path and its limit.
@@ -90,7 +90,7 @@ def read_prompts(
         held_out: whether to use the rows that no step trains on, if the path has any.
 
     Raises:
-        DataError: the rows can't be read, or none has a prompt.
+        DataError: the rows can't be read, or none contains a prompt.
     """
     if config.prompts == EMBEDDED:
         all_columns = replace(columns, all=True)

@@ -153,12 +153,12 @@ def _make_job(
 
 
 def _interpreter() -> str:
-    """Return the path of Python outside any virtual environment, without installed packages."""
+    """Return the base interpreter's path; it doesn't import a virtual environment's packages."""
     return os.path.realpath(sys.executable)
 
 
 def _find_mount_point() -> str:
-    """Return an existing directory without Python, over which an empty one is mounted."""
+    """Return a directory that doesn't contain Python; an empty one is mounted over it."""
     for mount_point in _MOUNT_POINTS:
         if Path(mount_point).is_dir() and not sys.base_prefix.startswith(f"{mount_point}/"):
             return mount_point
@@ -299,7 +299,7 @@ def require_assertions(code: str) -> None:
 
 
 def _join_lines(value: Any) -> str:  # noqa: ANN401
-    """Format a list with one item per line, as in programming contests."""
+    """Join the items of a list, one per line, as in programming contests."""
     return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
 
 

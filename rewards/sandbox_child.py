@@ -1,8 +1,8 @@
 """The inner part of the sandbox: applies the kernel's limits, then starts the program.
 
 Runs as a separate script, `python -I -S sandbox_child.py JOB STATUS`, since a process that may have
-threads can't safely run Python between fork and exec. JOB is a file descriptor with the settings;
-STATUS is another, for an error message; it is closed once the sandbox has been built.
+threads can't safely run Python between fork and exec. JOB and STATUS are file descriptors: JOB
+contains the settings; STATUS receives an error message, or is closed once the sandbox is built.
 
 There are four processes: this one, outside the namespaces; a member of the new namespaces; their
 init process, on whose exit the kernel kills all others in them; and the program. Each waits for
@@ -57,7 +57,7 @@ def main() -> None:
 
 
 def check_syscall(name: str, result: int) -> int:
-    """Return the result of a system call; raise `OSError` with its name if it failed."""
+    """Return the result of a system call; raise an `OSError` that names the call if it failed."""
     if result < 0:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number), name)
@@ -156,7 +156,7 @@ def _run(job: dict, status: int) -> int:
 
 
 def _kill_orphans() -> None:
-    """Kill the program's remaining processes, which the kernel does only with namespaces."""
+    """Kill the program's remaining processes; the kernel kills them only in namespaces."""
     while True:
         try:
             with open(f"/proc/self/task/{os.getpid()}/children") as children:  # noqa: PTH123

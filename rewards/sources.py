@@ -1,4 +1,4 @@
-"""Reward sources with the files they need, read once and checked before a model is loaded."""
+"""Reward sources and their files, which are read once and checked before a model is loaded."""
 
 import hashlib
 import math
@@ -44,7 +44,7 @@ class Source:
 
     @property
     def is_batched(self) -> bool:
-        """Whether one call scores all episodes submitted together rather than a single one."""
+        """Whether one call scores all episodes that are submitted together, rather than one."""
         return self.uses_network or (self.function is not None and self.function.form != "verl")
 
     def call_timeout(self, count: int) -> float:
@@ -135,7 +135,7 @@ def row_columns(sources: Sequence[Source]) -> RowColumns:
 
 
 def make_scorer(source: Source) -> Scorer:
-    """Return the function that scores in a worker process.
+    """Return the scorer of a source, to be called in a worker process.
 
     Raises:
         ConfigError: a pattern or an endpoint can't be used.

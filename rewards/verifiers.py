@@ -48,7 +48,7 @@ def compile_pattern(config: RewardConfig) -> re.Pattern[str]:
 
 
 def length_scorer(config: RewardConfig) -> Scorer:
-    """Return a scorer that gives 0 up to `max_tokens`, falling to -1 over `buffer_tokens` more.
+    """Return a scorer that gives 0 up to `max_tokens`, then falls to -1 over `buffer_tokens`.
 
     DAPO's soft overlong punishment (Yu et al. 2025, arXiv:2503.14476, eq. 13), whose L_max is
     max_tokens + buffer_tokens and whose L_cache is buffer_tokens.

@@ -181,7 +181,7 @@ def _start_python(
     *arguments: int,
     environment: dict[str, str] | None = None,
 ) -> "subprocess.Popen[bytes]":
-    """Start a function of this module in a new process, with one end of a pipe."""
+    """Run a function of this module in a new process, which gets one end of a pipe."""
     # Not `python -m`, which would define this module's classes twice.
     code = f"from rewards import workers; workers.{function}()"
     argv = map(str, (connection.fileno(), os.getpid(), *arguments))

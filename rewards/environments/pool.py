@@ -44,7 +44,7 @@ class CallResult:
 
 @dataclass(frozen=True)
 class _EnvironmentCall:
-    """A method to call, with the data to replay the episode up to it."""
+    """A method call, and the data for replaying the episode up to it."""
 
     episode: int
     method: Literal["reset", "step", "reward"]
@@ -95,7 +95,7 @@ class EnvironmentPool:
         )
 
     def request_reward(self, episode: int) -> None:
-        """Request an episode's reward; must be the episode's last call."""
+        """Request an episode's reward; this must be the episode's last call."""
         last = self._last_calls[episode]
         self._submit(_EnvironmentCall(episode, "reward", last.row, last.seed, last.responses))
 
@@ -138,7 +138,7 @@ class InvalidReturnError(UserError):
 
 
 class _EnvironmentWorker:
-    """The environments of one worker, by episode; handles its calls."""
+    """Handles the calls of one worker, and holds its environments by episode."""
 
     def __init__(self, file: EnvironmentFile) -> None:
         self._class: Any = file.load()
@@ -152,7 +152,7 @@ class _EnvironmentWorker:
     def __call__(
         self, call: _EnvironmentCall, restart_deadline: Callable[[], None]
     ) -> tuple[Message, ...] | EnvironmentReward | None:
-        """Run a call; first replay the episode if it isn't here, with a full deadline per step."""
+        """Run a call; first replay an episode that isn't here, with the full deadline per step."""
         try:
             if call.method == "reset":
                 return parse_messages("reset", self._reset(call))

@@ -65,7 +65,7 @@ class ToolEnvironment:
         return [*earlier, last]
 
     def step(self, response: str) -> list[Message] | None:
-        """Return the results of the calls in a response; None if it has no call."""
+        """Return the results of the calls in a response; None if it contains no call."""
         results = [self._run_call(text) for text in _CALL_PATTERN.findall(response)]
         if not results:
             return None
@@ -84,7 +84,7 @@ class ToolEnvironment:
         return None
 
     def _run_call(self, text: str) -> str:
-        """Return the result of a call, or the reason why it is invalid."""
+        """Return the result of a call, or an error message if it is invalid or fails."""
         try:
             call = json.loads(text)
         except (ValueError, RecursionError) as error:  # such as huge numbers or deep nesting
