@@ -121,7 +121,7 @@ def run_worker(args: argparse.Namespace) -> None:
 
 
 def find_deepspeed(python: str | None) -> tuple[str, str] | None:
-    """Return the versions and an Adam (DeepSpeed's if it builds); None if DeepSpeed is missing."""
+    """Return the versions and the Adam to use, or None if DeepSpeed is missing."""
     if python is None:
         print("skipping DeepSpeed: set --deepspeed-python to a Python interpreter that has it")
         return None

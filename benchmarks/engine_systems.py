@@ -73,7 +73,7 @@ def make_step(system: str, model: nn.Module, precision: Precision, adam: str) ->
 
 
 def engine_step(model: nn.Module, stage: Any, **offload: Any) -> Step:  # noqa: ANN401
-    """Return the step of our engine at a ZeRO stage, with settings of `OffloadConfig`."""
+    """Return a step of our engine at a ZeRO stage; `offload` are fields of `OffloadConfig`."""
     from pipeline.config import OptimConfig, TrainedModelConfig
     from pipeline.config.model import OffloadConfig, ZeroConfig
     from pipeline.engine.engine import Engine
@@ -102,7 +102,7 @@ def _ddp(model: nn.Module, precision: Precision, *, masters: bool) -> Step:
 
 
 def step_with_masters(model: nn.Module, masters: list[nn.Parameter]) -> Step:
-    """Return a plain loop's step: bf16 weights and gradients, fp32 master weights and moments."""
+    """Return a plain step on bf16 weights and gradients, with fp32 master weights and moments."""
     params = list(model.parameters())
     optimizer = torch.optim.AdamW(masters, lr=LR, betas=BETAS, weight_decay=0.0, fused=True)
 

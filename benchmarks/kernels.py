@@ -35,7 +35,7 @@ Step = Callable[[], object]
 
 
 def our_step(numel: int, form: str) -> Step:
-    """Return a step of our kernel."""
+    """Return an AdamW step of our kernel in the variant `form`."""
     mixed, split = "mixed" in form, "split" in form
     moments = BF16 if "bf16-moments" in form else torch.float32
     master, low_bits = torch.randn(numel), None
@@ -54,7 +54,7 @@ def our_step(numel: int, form: str) -> Step:
 
 
 def composed_step(numel: int, form: str, make: Callable[..., torch.optim.Optimizer]) -> Step:
-    """Return a step of an optimizer; mixed precision adds passes for clipping and rounding."""
+    """Return an optimizer's step; if mixed, it also scales the gradient and rounds weights."""
     param = nn.Parameter(torch.randn(numel))
     optimizer = make([param], **SETTINGS)
     param.grad = torch.randn(numel)

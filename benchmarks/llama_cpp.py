@@ -49,7 +49,7 @@ class LlamaCpp:
         return responses
 
     def _decode(self, tokens: Sequence[tuple[int, int, int, bool]]) -> list[int]:
-        """Return the most likely token after each (token, position, row, is last) that is last."""
+        """Decode (token, position, row, is last); return the most likely token after each last."""
         batch: Any = self._batch
         batch.n_tokens = len(tokens)
         for index, (token, position, row, is_last) in enumerate(tokens):

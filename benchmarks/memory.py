@@ -12,7 +12,7 @@ from torch import Tensor
 def live_bytes() -> float:
     """Return the bytes of this process's live tensors, counting each storage once.
 
-    The garbage collector's objects include the tensors, whose gradients are also counted. A page of
+    Tensors are found through the garbage collector, and their gradients are also counted. A page of
     a shared-memory file counts once, divided among the processes that use it.
     """
     gc.collect()

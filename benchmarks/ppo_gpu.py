@@ -76,7 +76,7 @@ OVER_PLAN = 1.15
 
 
 def opt_config(width: int, **settings: Any) -> OPTConfig:  # noqa: ANN401
-    """Return settings of an OPT without dropout, with 24 layers, or two if `width` is 64."""
+    """Return the config of an OPT without dropout; it has 24 layers, or 2 if `width` is 64."""
     sizes = {
         "hidden_size": width,
         "ffn_dim": 4 * width,
@@ -132,7 +132,7 @@ def load_ppo(
     rollout: int,
     **settings: Any,  # noqa: ANN401
 ) -> tuple[PPOConfig, Models]:
-    """Load the settings and models of step 3; `trained` has the settings of actor and critic."""
+    """Build step 3's settings and load its models; `trained` applies to actor and critic."""
     torch.cuda.empty_cache()
     trained, reward = {"precision": "bf16", **trained}, str(directory / "reward")
     config = PPOConfig(
@@ -197,7 +197,7 @@ def iterate(models: Models, config: PPOConfig, *, step: int, vocabulary: int) ->
 
 
 def measure(directory: Path, vocabulary: int, args: argparse.Namespace) -> Row:
-    """Run and report iterations; return their medians, with the planned and reserved memory."""
+    """Run and report iterations; return their medians, and the planned and reserved memory."""
     prompt, answer = (16, 8) if args.tiny else (PROMPT, ANSWER)
     config, models = load_ppo(
         directory,

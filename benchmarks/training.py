@@ -62,7 +62,7 @@ def build_model(directory: Path, data_path: str) -> None:
 
 
 def distinct_words(responses: Sequence[str]) -> list[float]:
-    """Return each response's fraction of words that are different."""
+    """Return the ratio of distinct words to all words in each response."""
     return [len(set(words)) / max(len(words), 1) for words in map(str.split, responses)]
 
 
@@ -77,7 +77,7 @@ def reward_completions(completions: Sequence[str], **_: object) -> list[float]:
 
 
 def run_ours(args: argparse.Namespace) -> list[tuple[float, float]]:
-    """Run the step as users do; return (seconds, tokens) of each optimizer step."""
+    """Run the step as users do; return (seconds, tokens) of each optimizer step but the first."""
     from pipeline.config import DataConfig, OptimConfig, TrainedModelConfig
 
     split = {"sft": (1, 0, 0), "reward": (0, 1, 0), "dpo": (0, 1, 1), "grpo": (0, 0, 1)}[args.task]

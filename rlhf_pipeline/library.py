@@ -112,7 +112,7 @@ class Engine(engine.Engine):
     def resume(self, directory: Path | str) -> dict[str, Any] | None:
         """Load the newest checkpoint and return its `progress`, or None if there is no checkpoint.
 
-        It may be from a different ZeRO stage or number of processes. A collective.
+        The checkpoint may be from another ZeRO stage or number of processes. A collective.
 
         Raises:
             CheckpointError: no checkpoint is valid, or the newest is from a different model.
