@@ -28,7 +28,7 @@ class Match:
     """1 if `model` wins, 0.5 for a tie, 0 if `opponent` wins; NaN without a verdict."""
 
     length_difference: Float[ndarray, " P"]
-    """Length of the model's response minus that of the opponent's, in characters."""
+    """Length of the model's response minus the opponent's, in characters."""
 
     @property
     def verdicts(self) -> Float[ndarray, " K"]:

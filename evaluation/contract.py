@@ -20,7 +20,7 @@ class Question:
     """The dialogue, which ends in a user turn."""
 
     extra: Mapping[str, Any] = field(default_factory=dict)
-    """Columns of its row that the task reads, such as the correct answer."""
+    """Columns of the question's row that the task reads, such as the correct answer."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -41,7 +41,7 @@ class Prompt:
     """Token ids, including the format's opening of the assistant's turn."""
 
     extra: Mapping[str, Any] = field(default_factory=dict)
-    """Columns of its row that rewards read."""
+    """Columns of the prompt's row that rewards read."""
 
 
 def encode_prompts(

@@ -23,7 +23,7 @@ class ScoredResponse:
     opening: Sequence[Mapping[str, Any]] = ()
     """Messages with which an episode's environment began; empty without an environment."""
     raw_score: float | None = None
-    """The reward model's own score, without the bound on unfinished responses that `score` has;
+    """The reward model's own score, without `score`'s bound on unfinished responses;
     None if the reward comes from sources."""
 
 

@@ -50,15 +50,15 @@ class RemoteGenerator:
         self._is_waiting = False
         """Whether responses have been requested but not yet received."""
         self._sent: tuple[int, int] | None = None
-        """Number of updates of the weights that were last sent, and their hash."""
+        """Update count and hash of the weights that were last sent."""
         self._batch: int | None = None
         """Number of the batch that was requested ahead, if any."""
         self._ahead: dict[int, Response] = {}
-        """Its responses by key, once they are received."""
+        """Responses to that batch by sampling key, once they are received."""
         self.weights_hash = 0
         """Hash of the weights with which the last batch was sampled."""
         self.staleness = 0
-        """Rounds of updates between these weights and those at the time of the batch's use."""
+        """Rounds of updates between sampling the last batch and using it."""
 
     def generate(
         self,
@@ -205,7 +205,7 @@ def _exchange(job: Group, message: Message, signals: StopSignals) -> list[Messag
     """Gather the messages of all processes; exit if a signal has ended the training processes."""
     try:
         return job.gather_objects(message)
-    except RuntimeError:  # they were not in the loop, whose end they would have announced
+    except RuntimeError:  # the training processes exited without announcing it
         if signals.received is None:
             raise
         is_interrupt = signals.received in INTERRUPTS

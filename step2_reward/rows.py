@@ -49,7 +49,7 @@ class Batch:
     """B rows; the first sequences of all rows come before the second ones."""
 
     tokens: TokenBatch
-    """Tokens; a process without rows (B = 0) has the tokens of a spare row, so that it runs the
+    """Tokens; a process without rows (B = 0) holds the tokens of a spare row, so that it runs the
     same passes."""
 
     sequence_indices: Int[Tensor, "B K"]

@@ -96,8 +96,8 @@ class PPOConfig(TaskSettings, StepConfig, RewardSettings, GuardSettings):
     values between them the generalized Jensen-Shannon divergence (GKDConfig.beta)."""
 
     gkd_lambda: float = 1.0
-    """Probability that gkd trains on the actor's own responses in an iteration, and not on those of
-    the data (GKDConfig.lmbda)."""
+    """Probability that gkd trains on the actor's own responses in an iteration, rather than on the
+    data's responses (GKDConfig.lmbda)."""
 
     reward: FrozenModelConfig = field(default_factory=FrozenModelConfig)
     """The reward model, if one is used; by default step 2's output."""
@@ -152,7 +152,7 @@ class PPOConfig(TaskSettings, StepConfig, RewardSettings, GuardSettings):
     """Threshold for the mean absolute difference in log-probability per token, in nats."""
 
     correction_level: Literal["token", "sequence"] = "token"
-    """Level of the ratio: that of each token, or the geometric mean over a response."""
+    """Level of the ratio: each token's ratio, or the geometric mean over a response."""
 
     correction_cap: float = 2.0
     """Maximum weight; mask also drops ratios below 1 / correction_cap."""

@@ -75,10 +75,10 @@ class _EpisodeState:
     """A running episode."""
 
     index: int
-    """Index of its prompt."""
+    """Index of the episode's prompt."""
 
     env_id: int
-    """Id of its environment, unique within the run."""
+    """Id of the episode's environment, unique within the run."""
 
     prompt: Prompt
     key: int

@@ -117,7 +117,7 @@ class MicroBatch:
 
     old_values: Float[Tensor, " K"] | None
     returns: Float[Tensor, " K"] | None
-    """Targets of the critic; both are None without a critic."""
+    """Targets of the critic; None, like `old_values`, without a critic."""
 
 
 @dataclass(frozen=True)

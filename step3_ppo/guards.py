@@ -11,7 +11,7 @@ DIVERGENCE_METRICS = ("score", "score_stderr", "gold", "gold_stderr")
 """Metrics whose trend over several iterations is checked: means and their standard errors."""
 
 EPISODE_LIMITS = {"ended_by_turns": "ppo.max_turns", "ended_by_tokens": "ppo.max_new_tokens"}
-"""Limits of an episode, by the metric with the fraction of episodes that each limit ended."""
+"""Limits of an episode, by the metric for the fraction of episodes that each limit ended."""
 
 
 MESSAGES: Mapping[str, str] = {

@@ -140,7 +140,7 @@ class RewardModel:
         )
         self.hf_config = base_model(model).config
         self.text = text
-        """Encoder of its input; None if it has the actor's tokenizer and chat template."""
+        """Encodes text for the reward model; None if it reads the actor's tokens."""
         self.mean, self.std = 0.0, 1.0
         """Moments of the first rollout's scores, set by `step3_ppo.train.normalize_scores`."""
 

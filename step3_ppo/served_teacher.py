@@ -16,7 +16,7 @@ from rewards.endpoint import Endpoint, EndpointError, is_local
 logger = logging.getLogger(__name__)
 
 KEY_VARIABLE = "TEACHER_API_KEY"
-"""Environment variable with the server's API key, if it needs one."""
+"""Environment variable that holds the server's API key, if it needs one."""
 
 CONCURRENCY = 16
 """Number of concurrent requests per process; servers such as vLLM batch them."""

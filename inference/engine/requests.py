@@ -30,7 +30,7 @@ class Response:
     decoding), before truncation, penalties and forbidden tokens; in nats."""
 
     top_logprobs: list[TokenLogprobs] = field(default_factory=list)
-    """Log-probabilities at temperature 1 for each token, if the request has `num_top`."""
+    """Log-probabilities at temperature 1 for each token, if the request sets `num_top`."""
 
     stopped: bool = False
     """Whether a stop token, rather than the length limit or the caller, ended the response."""
@@ -52,7 +52,7 @@ class Completion:
     """A response that has ended."""
 
     index: int
-    """Index of its prompt."""
+    """Index of the response's prompt."""
 
     prompt: tuple[int, ...]
     response: Response
@@ -78,7 +78,7 @@ class Request:
     numbers follow theirs."""
 
     num_top: int | None = None
-    """If given, token events have `TokenLogprobs` with this number of most likely tokens."""
+    """If given, token events contain `TokenLogprobs` of this number of most likely tokens."""
 
     scope: Hashable = None
     """Only requests with the same scope share keys and values."""
@@ -106,7 +106,7 @@ class Ticket:
         self.sampler, self.key = with_zero_seed(request.sampler, request.key)
         """An equivalent sampler, which requests with different seeds can share, and its key."""
         self.num_reused = 0
-        """Number of prompt tokens whose keys and values were already stored when it got a slot."""
+        """Number of prompt tokens whose keys and values were stored when a slot was assigned."""
 
     @cached_property
     def prompt(self) -> Int[np.ndarray, " P"]:
@@ -143,7 +143,7 @@ class TokenEvent(NamedTuple):
     id: int
     logprob: float
     top_logprobs: TokenLogprobs | None = None
-    """Log-probabilities, if the request has `num_top`."""
+    """Log-probabilities, if the request sets `num_top`."""
 
 
 class EndEvent(NamedTuple):

@@ -216,9 +216,9 @@ class Scheduler:
         self._blocked: Ticket | None = None
         """The last request that could not get pages."""
         self._is_blocked = False
-        """Whether no pages have been released since then."""
+        """Whether that request still waits for pages to be released."""
         self._num_fitting = num_slots
-        """Number of sequences that had pages at that time."""
+        """Number of sequences that have pages if a request is blocked, or else of all slots."""
         self._clock = itertools.count()
 
     @property

@@ -362,7 +362,7 @@ class TextReply(Reply):
         self.fields = fields
         served, prompts = self.served, fields.prompts
         self.scores: list[list[TokenLogprobs | None]] = []
-        """Log-probabilities of each prompt's tokens; empty unless prompts are echoed with them."""
+        """Log-probabilities of each prompt's tokens; empty unless these are echoed."""
         if not prompts:
             raise ApiError(400, "prompt is empty; provide text or token ids", param="prompt")
         if fields.best_of not in (None, self.per_prompt):

@@ -35,7 +35,7 @@ class EnvironmentFile(UserFile):
     """Whether the class defines a reward; for tools, another source may provide it instead."""
 
     columns: frozenset[str]
-    """Columns of the rows that its `reset` requires."""
+    """Columns that `reset` requires in a row."""
 
 
 def read_environment(path: str) -> EnvironmentFile:
