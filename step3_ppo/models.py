@@ -243,7 +243,7 @@ class Models:
 
     @property
     def shares_prompts(self) -> bool:
-        """Whether all responses to a prompt can share one copy of it in a pass of any model."""
+        """Whether actor, reference and critic can process one copy of a prompt per group."""
         models = [self.policy]
         if self.reference is not None:
             models.append(cast("Policy", self.reference.engine.model).model)

@@ -145,7 +145,7 @@ class RewardSettings:
 
 
 def add_environment_source(config: RewardSettings) -> tuple[RewardConfig, ...]:
-    """Return the sources, to which the environment is added unless it is one of them.
+    """Return the sources; a configured environment is added unless it is one of them.
 
     If it is added to other sources, its weight is 0, so that it is only measured.
     """

@@ -29,7 +29,7 @@ Column = tuple[int, int, int]
 
 
 class ReplayError(Exception):
-    """A pass can't be replayed without its modules; the message states the cause."""
+    """A pass can't be replayed without its modules; the message is a clause that says why."""
 
 
 @dataclass

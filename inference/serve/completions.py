@@ -233,7 +233,7 @@ class Reply:
 
 
 def check_prompt(served: ServedModel, prompt: Sequence[int], param: str, min_room: int = 1) -> None:
-    """Reject a prompt that is empty, contains unknown ids, or leaves less than `min_room` tokens.
+    """Reject a prompt that is empty, contains unknown ids, or leaves fewer than `min_room` tokens.
 
     Raises:
         ApiError: the prompt is rejected.
@@ -362,7 +362,7 @@ class TextReply(Reply):
         self.fields = fields
         served, prompts = self.served, fields.prompts
         self.scores: list[list[TokenLogprobs | None]] = []
-        """Log-probabilities of each prompt's tokens; empty unless these are echoed."""
+        """Log-probabilities of each prompt's tokens; empty unless echoes include them."""
         if not prompts:
             raise ApiError(400, "prompt is empty; provide text or token ids", param="prompt")
         if fields.best_of not in (None, self.per_prompt):

@@ -121,7 +121,7 @@ class ServedModel:
             raise ApiError(400, reason, param="chat_template_kwargs") from None
 
     def encode_text(self, text: str, *, special: bool = True) -> list[int]:
-        """Return a text's token ids; `special` adds special tokens unless the text has BOS."""
+        """Return the text's token ids; `special` adds special tokens unless BOS begins the text."""
         bos_token = self.tokenizer.bos_token
         special = special and not (bos_token and text.startswith(str(bos_token)))
         return list(self.tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])

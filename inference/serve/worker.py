@@ -81,7 +81,7 @@ class Job:
         self.tickets: set[Ticket] = set()
         """Requests in the batch."""
         self.started = False
-        """Whether any of the job's prompts has got a slot; set by the generation thread."""
+        """Whether any of the job's prompts was given a slot; set by the generation thread."""
         self._pieces: dict[int, Piece] = {}
         self._ready = asyncio.Event()
 

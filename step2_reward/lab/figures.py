@@ -51,7 +51,7 @@ def concordance(scores: Float[Tensor, " N"], targets: Float[Tensor, " N"]) -> fl
 def area_under_curve(scores: Float[Tensor, " N"], positive: Bool[Tensor, " N"]) -> float | None:
     """Return the area under the ROC curve, or None unless there are positives and negatives.
 
-    This is P(a positive scores above a negative), from ranks (Mann and Whitney 1947).
+    This is P(a positive scores above a negative), ties counting half (Mann and Whitney 1947).
     """
     num_positive = int(positive.sum())
     num_negative = len(positive) - num_positive

@@ -249,7 +249,7 @@ def change_response(example: Example, chat: ChatFormat, *, max_length: int) -> l
 
 
 def find_good_rows(labels: Labels, examples: Sequence[Example]) -> Sequence[Example]:
-    """Return the rows with a good response: chosen, of the best class, or at least the median."""
+    """Return the rows with a good response: chosen, of the best class, or not below the median."""
     if labels.kind not in SINGLE_KINDS:
         return examples
     targets = [get_target(example, labels) for example in examples]
