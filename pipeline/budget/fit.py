@@ -78,7 +78,7 @@ def find_shortage(memory: StepMemory, machine: Machine) -> Shortage | None:
 def _machine_bytes(phase: Phase, memory: StepMemory, machine: Machine) -> int:
     """Return the minimum host memory that a machine's processes need during `phase`, in bytes.
 
-    Processes that only generate need their memory at the same time as the largest training phase.
+    Processes that only generate run at the same time as the other processes' largest phase.
     """
 
     def process_bytes(phase: Phase) -> int:

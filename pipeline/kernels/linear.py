@@ -106,7 +106,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | No
 
 
 class LinearKernelMode(TorchFunctionMode):
-    """Context manager in which the kernel computes supported linear layers, without gradients."""
+    """Context manager in which the kernel computes linear layers if gradients are disabled."""
 
     def __torch_function__(
         self,

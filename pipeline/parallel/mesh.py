@@ -128,10 +128,10 @@ def split_mesh(
 ) -> Iterator[Mesh]:
     """Context manager that divides the processes of the job. A collective.
 
-    The last `generating` processes only generate; the axes contain the others. Processes of a
-    tensor-parallel group of size `tp` are adjacent in rank, as are those of each of the `replicas`;
-    the first 1/pp of the processes have the first of `pp` stages. A process may keep the others
-    waiting for `timeout_seconds`.
+    The last `generating` processes only generate; the axes contain the others. The first 1/pp of
+    the processes have the first of `pp` stages. Within a stage, processes of the same replica are
+    adjacent in rank, as are processes of a tensor-parallel group of size `tp`. A process may keep
+    the others waiting for `timeout_seconds`.
 
     Raises:
         ConfigError: the number of processes is not a multiple of replicas * pp * tp.
