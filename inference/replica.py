@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Int64, Shaped
 from peft import PeftModel, get_peft_model
+from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -350,10 +351,11 @@ class Replica:
 def iter_merged(model: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
     """Yield (name, name in an export, merged weight); tied weights once, by the first name."""
     names: dict[tuple[nn.Parameter, bool], str] = {}
-    for name, _, _, param in iter_parameters(model):  # an adapter unties its layer
+    for name, param in model.named_parameters(remove_duplicate=False):  # adapters untie layers
         names.setdefault((param, ".base_layer." in name), name)
     weights = ((name, param.detach()) for (param, _), name in names.items())
-    return merged_weights(model, weights)
+    merges = any(isinstance(module, (LoraLayer, QuantizedLinear)) for module in model.modules())
+    return merged_weights(model, weights) if merges else ((n, n, weight) for n, weight in weights)
 
 
 def weights_hash(model: nn.Module) -> int:

@@ -1,6 +1,5 @@
-"""Available host memory, within container limits, and the peak memory of this process."""
+"""Available host memory, within container limits."""
 
-import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -18,13 +17,6 @@ def available_bytes(groups: Sequence[Path] | None = None) -> int:
     in_groups = map(_available_in, control_groups() if groups is None else groups)
     limits = (available for available in in_groups if available is not None)
     return min([psutil.virtual_memory().available, *limits])
-
-
-def peak_bytes() -> int:
-    """Return this process's peak resident memory in bytes; outside Linux, its current memory."""
-    status = _read(Path("/proc/self/status"))  # ru_maxrss includes the parent's memory
-    peak = re.search(r"VmHWM:\s*(\d+) kB", status)
-    return 1024 * int(peak[1]) if peak else psutil.Process().memory_info().rss
 
 
 def count_memory_kills() -> int:

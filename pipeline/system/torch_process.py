@@ -3,14 +3,15 @@
 import json
 import os
 import random
+import re
 from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
+from pathlib import Path
 
 import numpy as np
+import psutil
 import torch
 from torch import Tensor
-
-from pipeline.system.memory import peak_bytes
 
 ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """Environment variables that configure the allocator."""
@@ -41,8 +42,8 @@ def gpu_numerics(*, tf32: bool, deterministic: bool) -> Iterator[None]:
 
     With `tf32`, fp32 matmuls use 10 mantissa bits (Ampere and later). With `deterministic`,
     operators use kernels with a fixed order of additions, and cuBLAS uses the workspace that this
-    needs. Operators without such a kernel warn. `pipeline.models.forward.attention` handles
-    attention, whose backward pass uses such a kernel only if all others are disallowed.
+    needs. Operators without such a kernel warn; `pipeline.models.forward.attention` handles
+    attention, whose backward pass uses one only if others are disallowed.
     """
     previous = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = tf32
@@ -61,10 +62,15 @@ def gpu_numerics(*, tf32: bool, deterministic: bool) -> Iterator[None]:
 
 
 def memory_bytes() -> int:
-    """Return this process's peak memory in bytes; with a GPU, the peak of its tensors there."""
+    """Return this process's peak memory in bytes; with a GPU, the peak of its tensors there.
+
+    Outside Linux, return the memory in use.
+    """
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
-    return peak_bytes()
+    status = Path("/proc/self/status")  # ru_maxrss includes the parent's memory
+    peak = re.search(r"VmHWM:\s*(\d+) kB", status.read_text()) if status.exists() else None
+    return 1024 * int(peak[1]) if peak else psutil.Process().memory_info().rss
 
 
 def seed_generators(seed: int) -> None:

@@ -13,9 +13,9 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from pipeline.models.forward.attention import run_reproducibly
-from pipeline.system.memory import peak_bytes
 from pipeline.system.torch_process import (
     gpu_numerics,
+    memory_bytes,
     random_state,
     seed_generators,
     set_random_state,
@@ -78,7 +78,7 @@ def test_peak_memory_includes_memory_that_was_freed() -> None:
     with mmap.mmap(-1, 2**28) as block:  # an allocator might keep it
         np.frombuffer(block, np.uint8)[::4096] = 1
 
-    assert peak_bytes() - psutil.Process().memory_info().rss > 0.9 * 2**28
+    assert memory_bytes() - psutil.Process().memory_info().rss > 0.9 * 2**28
 
 
 def draw() -> tuple[object, ...]:
