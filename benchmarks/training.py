@@ -217,7 +217,10 @@ def run_trl(args: argparse.Namespace) -> list[tuple[float, float]]:
 
 
 def token_rows(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Return our step's rows, in its order, in TRL's form: token ids or, for DPO, text."""
+    """Return the rows that our step trains on, in the same order, in TRL's format.
+
+    Rows contain token ids or, for DPO and GRPO, text.
+    """
     from pipeline.config import DataConfig, FrozenModelConfig
     from pipeline.data.batches import RowStream
     from pipeline.data.sharing.steps import load_examples

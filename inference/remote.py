@@ -167,19 +167,20 @@ def serve_requests(
     group_size: int,
     **sampling: Any,  # noqa: ANN401
 ) -> None:
-    """Respond to requests until the training processes end. All generating processes enter it.
+    """Serve generation requests until the training processes exit.
 
-    Signals to stop, which a launcher sends to all processes of a job, are left to the training
-    processes.
+    Every generating process must call this function. It ignores stop signals, which a launcher
+    sends to every process of a job, and leaves them to the training processes.
 
     Args:
-        model: a plain model of the trained one's class; its weights are overwritten.
+        model: an unwrapped model of the trained model's class; its weights are overwritten.
         groups: the groups that connect the processes.
-        group_size: number of equal prompts with successive keys, which one process responds to.
-        sampling: further arguments of `generate`.
+        group_size: number of copies of each prompt, with consecutive keys; one process generates
+            the responses to all of them.
+        sampling: other arguments of `generate`.
 
     Raises:
-        SystemExit: a signal stopped the job; the code is that of the training processes.
+        SystemExit: a signal stopped the job; the exit code is that of the training processes.
     """
     rank, size, current_hash = groups.weights.rank - 1, groups.weights.size - 1, 0
     model.requires_grad_(False)

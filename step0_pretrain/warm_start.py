@@ -28,14 +28,14 @@ def warm_start(engine: Engine, directory: Path, world: Group) -> None:
     checkpoint = find_newest_valid(directory / CHECKPOINTS, world)
     if checkpoint is None or MODEL not in checkpoint.state["engines"]:
         raise CheckpointError(
-            f"warm_start {directory} has no checkpoint of a single model; use the directory of a"
-            " run of step 0"
+            f"warm_start {directory} has no usable step 0 checkpoint; use the output directory of a"
+            " step 0 run"
         )
     load(engine, MODEL, checkpoint, checkpoint.state["engines"][MODEL])
     engine.steps = 0
     logger.info(
-        "warm start from %s after step %d: loading only weights and optimizer state; data, order,"
-        " batch size, length, schedule and random numbers are from this run",
+        "warm start from %s (step %d): loaded the weights and optimizer state only; data and its"
+        " order, batch size, sequence length, learning-rate schedule and seed come from this run",
         checkpoint.path,
         checkpoint.step,
     )

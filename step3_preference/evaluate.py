@@ -53,8 +53,9 @@ def evaluate_rows(
 ) -> dict[str, float]:
     """Compute the training metrics on held-out rows, without gradients, over all processes.
 
-    For single responses, `accuracy` is the fraction of (good, bad) pairs of responses to the same
-    prompt (or to any prompts, if there are none) that the log-ratio orders correctly.
+    For single responses, `accuracy` is the fraction of (good, bad) pairs that the log-ratio orders
+    correctly. The responses of a pair share a prompt; if no prompt has both kinds, all (good, bad)
+    pairs are compared.
     """
     passes, engine = reference.initial_actor.passes, reference.initial_actor.engine
     good = sum(row.chosen is not None for row in rows)

@@ -489,7 +489,7 @@ def find_tensors(values: Sequence[Any]) -> Iterator[Tensor]:
 
 
 def storage_key(tensor: Tensor) -> int:
-    """Return a key of a tensor's memory, equal for a tensor and its views."""
+    """Return a key that identifies a tensor's storage, which its views share."""
     return tensor.untyped_storage()._cdata  # noqa: SLF001
 
 

@@ -219,8 +219,8 @@ class Reply:
             raise ApiError(
                 400,
                 f"the prompt has {num_prompt} tokens and {limit} are requested, but the context"
-                f" of {self.served.name} is {self.served.context}; shorten the prompt or lower"
-                " max_tokens",
+                f" length of {self.served.name} is {self.served.context}; shorten the prompt or"
+                " lower max_tokens",
                 param="max_tokens",
                 code="context_length_exceeded",
             )
@@ -250,8 +250,8 @@ def check_prompt(served: ServedModel, prompt: Sequence[int], param: str, min_roo
     if served.context - len(prompt) < min_room:
         raise ApiError(
             400,
-            f"the prompt has {len(prompt)} tokens, but the context of {served.name} is"
-            f" {served.context}, including the response; shorten the prompt",
+            f"the prompt has {len(prompt)} tokens, but the context length of"
+            f" {served.name} is {served.context}, including the response; shorten the prompt",
             param=param,
             code="context_length_exceeded",
         )
@@ -319,7 +319,7 @@ class ChatReply(Reply):
         }
 
     def make_chunk(self, position: "TextPosition", piece: Piece) -> dict[str, Any]:
-        """Return the choice for a part of a response, in a stream."""
+        """Return the `choices` entry of one chunk of a streamed response."""
         return {
             "index": piece.row,
             "delta": {"content": piece.text} if piece.text else {},
@@ -412,7 +412,7 @@ class TextReply(Reply):
         return {"index": number, "text": text, "logprobs": logprobs, **self.finish_fields(piece)}
 
     def make_chunk(self, position: "TextPosition", piece: Piece) -> dict[str, Any]:
-        """Return the choice for a part of a response, in a stream."""
+        """Return the `choices` entry of one chunk of a streamed response."""
         logprobs = None
         if self.fields.logprobs is not None:
             logprobs = self._logprobs(position, position.tokens(piece))

@@ -169,8 +169,8 @@ class ServedReward:
         if len(encoded) > limit:
             raise ApiError(
                 400,
-                f"the dialogue has {len(encoded)} tokens, but the context of {self.name} is"
-                f" {limit}; shorten the dialogue",
+                f"the dialogue has {len(encoded)} tokens, but the context length of"
+                f" {self.name} is {limit}; shorten the dialogue",
                 param="messages",
                 code="context_length_exceeded",
             )
@@ -338,7 +338,7 @@ def load_models(
 
 
 def _skip_missing(paths: Sequence[ModelPath]) -> list[ModelPath]:
-    """Return the models that exist; a run's initial model may be missing on another machine."""
+    """Return `paths` without the run's initial model if it is missing; the others must exist."""
     ready: list[ModelPath] = []
     for path in paths:
         try:

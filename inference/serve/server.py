@@ -66,7 +66,7 @@ class TimeoutProtocol(H11Protocol):
         self._request_timer = self.loop.call_later(self.seconds, self._close_without_request)
 
     def data_received(self, data: bytes) -> None:
-        """Start the timer of a further request, or cancel that of one with complete headers."""
+        """Start the timer when the next request begins; cancel it when its headers are complete."""
         super().data_received(data)
         if self._request_timer is None and self._awaits_headers:
             self._request_timer = self.loop.call_later(self.seconds, self._close_without_request)
@@ -86,12 +86,12 @@ class TimeoutProtocol(H11Protocol):
                 timer.cancel()
 
     def pause_writing(self) -> None:
-        """Start the timer of a client that does not read its response."""
+        """Start a timer when the client stops reading its response."""
         super().pause_writing()
         self._write_timer = self.loop.call_later(self.seconds, self.transport.abort)
 
     def resume_writing(self) -> None:
-        """Cancel the timer of a client that reads its response again."""
+        """Cancel the timer once the client resumes reading its response."""
         super().resume_writing()
         if self._write_timer is not None:
             self._write_timer.cancel()

@@ -1,4 +1,4 @@
-"""Pinned host memory without rounding up its size.
+"""Pinned host memory, allocated in whole pages.
 
 PyTorch rounds pinned allocations up to powers of two, which can double the optimizer's memory.
 """

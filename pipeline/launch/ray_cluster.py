@@ -31,7 +31,7 @@ def ray_connection() -> Iterator[None]:
     except ConnectionError:
         raise ConfigError(
             f"no Ray cluster was found (address {address}); start one with `ray start --head`, or"
-            " set RAY_ADDRESS to the address that it prints"
+            " set RAY_ADDRESS to the address of a running cluster"
         ) from None
     try:
         yield

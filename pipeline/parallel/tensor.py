@@ -49,7 +49,7 @@ def copy_to_group(values: Float[Tensor, "*S"], group: Group) -> Float[Tensor, "*
 
 
 def sum_over_group(values: Float[Tensor, "*S"], group: Group) -> Float[Tensor, "*S"]:
-    """Sum the processes' values; the backward pass returns the sum's gradient to all."""
+    """Sum `values` over the group (all-reduce); the backward pass is the identity."""
     return _Collective.apply(
         values, lambda local: _sum(local, group, "hidden states"), lambda grad: grad
     )

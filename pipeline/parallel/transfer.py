@@ -69,7 +69,7 @@ class Transfers:
 
 
 def send_tensors(tensors: Iterable[tuple[str, Tensor]], stages: Group, *, to: int) -> None:
-    """Send named tensors to a stage; each may be overwritten once the next is requested."""
+    """Send named tensors to a stage; a tensor may be overwritten once the next is requested."""
     group, rank = stages.process_group, stages.ranks[to]
     for name, tensor in tensors:
         header = (name, tuple(tensor.shape), tensor.dtype)

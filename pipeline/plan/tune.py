@@ -77,7 +77,7 @@ def tune(plan: Plan) -> Plan:
 
 @dataclass
 class _StepTuner:
-    """The trials of one step."""
+    """Runs the tuning trials of one step and selects the fastest settings."""
 
     plan: Plan
     stage: Stage

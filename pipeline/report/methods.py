@@ -1,8 +1,8 @@
-"""Comparison of the methods of one run at equal KL to the reference.
+"""Comparison of a run's methods at equal KL to the reference.
 
 Each method has a curve of evaluations during training: a metric of sampled responses to the same
-held-out prompts, as a function of the KL to the reference. Between two evaluations both are
-interpolated linearly, prompt by prompt.
+held-out prompts, as a function of the KL to the reference. Between evaluations, the KL and each
+prompt's metric are interpolated linearly.
 """
 
 from collections.abc import Sequence

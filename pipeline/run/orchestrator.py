@@ -237,10 +237,10 @@ def _report_failure(plan: Plan, stage: Stage, status: ExitStatus) -> int:
         return EXIT_DISK_FULL
     if status.ran_out_of_memory:
         print_error(
-            f"{stage.title} ran out of memory; run the same command with --resume and --plan auto,"
-            f" or a smaller --{stage.prefix}.micro_batch_size if it is above 1, to continue from"
-            " its last checkpoint, or with --overwrite and a smaller"
-            f" --{stage.prefix}.data.max_length to start over"
+            f"{stage.title} ran out of memory. To continue from its last checkpoint, rerun the"
+            " command with --resume and either --plan auto or, if it is above 1, a smaller"
+            f" --{stage.prefix}.micro_batch_size. To start over, rerun it with --overwrite and a"
+            f" smaller --{stage.prefix}.data.max_length."
         )
         return EXIT_OUT_OF_MEMORY
     how = f"was killed by signal {-status.code}" if status.code < 0 else "failed"

@@ -1,4 +1,4 @@
-"""PyTorch's settings in this process (allocators, rounding, random numbers), and its memory."""
+"""Process-wide PyTorch settings (allocator, rounding, random state), and peak memory."""
 
 import json
 import os

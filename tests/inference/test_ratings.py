@@ -56,7 +56,7 @@ def test_undone_rating_stays_in_the_file_but_does_not_count(tmp_path: Path) -> N
     with pytest.raises(KeyError):
         RatingsFile(path).undo("no such id", "anna")
     RatingsFile(path).undo(second, "anna")
-    with pytest.raises(DataError, match="is usable: rows that later ones revoked"):
+    with pytest.raises(DataError, match="skipped rows that later rows revoked"):
         read_paths([str(path)], {}, RowColumns(), step=2, notes=[])
 
 

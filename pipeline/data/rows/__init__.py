@@ -1,1 +1,1 @@
-"""Conversion of data paths to examples."""
+"""Reading the rows of data paths and converting them to examples."""

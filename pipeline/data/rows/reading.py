@@ -94,7 +94,7 @@ def _convert(
         notes.append(f"{remark}: {counted(len(origins), 'row')} ({first})")
     if not train:
         raise DataError(
-            f"data path {source.name}: no row ({len(source.train)} read) is usable:"
-            f" rows {' and rows '.join(skipped) or 'that later ones revoked'}"
+            f"data path {source.name}: none of its rows ({len(source.train)} read) can be used;"
+            f" skipped rows {' and rows '.join(skipped) or 'that later rows revoked'}"
         )
     return train, held_out, notes

@@ -150,7 +150,7 @@ def _find_directory_splits(directory: Path, requested: str | None) -> dict[str, 
     if not splits:
         has_arrow_files = any(directory.rglob("*.arrow"))
         fix = "; save it with to_parquet, not save_to_disk" if has_arrow_files else ""
-        raise DataError(f"data path {directory} contains no {', '.join(SUFFIXES)} file{fix}")
+        raise DataError(f"data path {directory} contains no {', '.join(SUFFIXES)} files{fix}")
     if requested is None and not any(split.startswith(TRAIN) for split in splits):
         splits = {TRAIN: [file for files in splits.values() for file in files]}
     return {split: _read_files(files) for split, files in splits.items()}

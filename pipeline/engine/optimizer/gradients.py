@@ -104,12 +104,12 @@ class RunningSum:
 
 
 class TreeSum:
-    """A sum over any number of micro-batches on this process, added in a binary tree.
+    """A sum over any number of micro-batches on this process, accumulated as a binary tree.
 
-    It works like a binary counter: two sums of 2^k micro-batches become one of 2^(k + 1). If ranks
-    are also summed in a tree, and micro-batch i is on rank i modulo W of W ranks, the tree over
-    all micro-batches is the same for every power of two W. It holds at most log2(micro-batches) + 1
-    sums. `current` is the sum of the current micro-batch.
+    It works like a binary counter: two sums of 2^k micro-batches become one of 2^(k + 1), so it
+    holds at most log2(micro-batches) + 1 partial sums. If these are also summed over ranks in a
+    tree, and micro-batch i is on rank i modulo W of W ranks, the tree over all micro-batches is the
+    same for every power of two W. `current` is the sum of the current micro-batch.
     """
 
     def __init__(self, create: Callable[[], Tensor], current: RunningSum) -> None:

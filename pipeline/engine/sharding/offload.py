@@ -187,10 +187,10 @@ class StreamedState:
         self._wait(group)
 
     def stream(self, order: Sequence[int]) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
-        """Yield each group in `order`, without repetition, and its tensors, ordered as `names`.
+        """Yield each group in `order`, which has no duplicates, with its tensors, as in `names`.
 
-        In-place changes to the tensors are saved; their memory is reused by the group after the
-        next. If the loop's body raises or breaks, the current group is unchanged.
+        In-place changes are written to disk after the loop's body, and the group after the next
+        reuses the buffers. If the body raises or breaks, the group is left unchanged on disk.
 
         Raises:
             OffloadError: the disk failed.
