@@ -42,8 +42,8 @@ def gpu_numerics(*, tf32: bool, deterministic: bool) -> Iterator[None]:
 
     With `tf32`, fp32 matmuls use 10 mantissa bits (Ampere and later). With `deterministic`,
     operators use kernels with a fixed order of additions, and cuBLAS uses the workspace that this
-    needs. Operators without such a kernel warn; `pipeline.models.forward.attention` handles
-    attention, whose backward pass uses one only if others are disallowed.
+    needs. Operators without such a kernel warn. `pipeline.models.forward.attention` handles
+    attention, whose backward pass uses such a kernel only if all others are disallowed.
     """
     previous = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = tf32
