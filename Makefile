@@ -38,7 +38,7 @@ DATA ?= data
 RUN = $(OUTPUT)/$(NAME)
 PAIRS = $(DATA)/harmless-base/test.jsonl.gz
 # Skips a command that needs the output of training, which a dry run does not write.
-THEN = $(if $(findstring --dry-run,$(ARGS)),@:)
+THEN = $(if $(findstring --dry-run,$(ARGS))$(findstring --plan-for,$(ARGS)),@:)
 RECIPE = python train.py --config $(wildcard configs/recipes/$(NAME)-*.yaml) --actor-model $(MODEL) \
 		--output-dir $(RUN) $(ARGS) --data-path
 

@@ -58,13 +58,12 @@ class GenerateConfig(ModelOptions):
         super().__post_init__()
         require(self.prompts != Path(), "--prompts is missing: pass a prompt file")
         require(self.out != Path(), "--out is missing: pass the file to write")
-        require(self.samples > 0, f"--samples must be positive, got {self.samples}")
+        sizes = {"samples": self.samples, "batch-size": self.batch_size}
+        for name, size in {**sizes, "cache-gib": self.cache_gib}.items():
+            require(size is None or size > 0, f"--{name} must be positive, got {size}")
         require(self.top_logprobs >= 0, "--top-logprobs must be at least 0")
-        require(self.batch_size > 0, f"--batch-size must be positive, got {self.batch_size}")
-        require(
-            self.cache_gib is None or self.cache_gib > 0,
-            f"--cache-gib must be positive, got {self.cache_gib}",
-        )
+        # Step 1 trains the student on prompts in its chat template.
+        require(not (self.raw and self.top_logprobs), "--top-logprobs can't be used with --raw")
         require(all(self.stop), "--stop strings must not be empty")
 
 

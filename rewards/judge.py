@@ -65,7 +65,9 @@ def make_prompt(config: RewardConfig, template: str, episode: Episode) -> str:
 
 
 def parse_score(text: str, scale: tuple[float, float]) -> float:
-    """Return the last `score` of a reply's top-level JSON objects, mapped from `scale` to [0, 1].
+    """Return the last `score` of a reply's JSON objects, mapped from `scale` to [0, 1].
+
+    Objects nested in one with a `score` are ignored.
 
     Raises:
         NoScoreError: the reply contains no score, or a score outside the scale.
@@ -77,6 +79,7 @@ def parse_score(text: str, scale: tuple[float, float]) -> float:
             value = item.get("score")
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
             score = value if is_number else score
+            end = end if "score" in item else start + 1  # look for it in nested objects
         except (ValueError, RecursionError):
             end = start + 1
         start = text.find("{", end)

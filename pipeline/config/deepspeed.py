@@ -190,7 +190,8 @@ def _count_shares(
     given = merge(config_class, layers, overrides)
     try:
         parallel = build_config(ParallelConfig, [Layer(given.get("parallel", {}), "")])
-        return parallel.num_pipelines(world - int(given.get("rollout_processes", 0)))
+        rollout = int(given.get("rollout_processes", 0))
+        return parallel.num_pipelines(world - rollout) if 0 <= rollout < world else world
     except (TypeError, ValueError):  # building the step's settings gives a better error
         return world
 

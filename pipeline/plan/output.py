@@ -348,7 +348,8 @@ def with_last_options(argv: Sequence[str]) -> list[str]:
     given = dict(split_options(argv))
     if given.get("resume") not in ([], ["true"]) or given.keys() - set(UNRECORDED_OPTIONS):
         return list(argv)
-    out = Path(" ".join(given.get("output_dir", [])) or Request.output_dir).expanduser()
+    text = " ".join(given.get("output_dir", [])) or str(Request.output_dir)
+    out = Path(text).expanduser() if text.startswith("~/") else Path(text)
     try:
         words = shlex.split((out / COMMAND).read_text(encoding="utf-8"))
     except (OSError, ValueError):

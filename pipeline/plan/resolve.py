@@ -236,7 +236,8 @@ class Resolver:
         # Steps that don't run are resolved only for their outputs: the file need not fit them.
         if path is None or stage.number not in self.request.step:
             return [*files, options]
-        given = stage.config_class, path, [*files, options], self._overrides(stage)
+        chosen = Layer(unflatten(self.chosen.get(stage.prefix, {})), "--plan auto")
+        given = stage.config_class, path, [chosen, *files, options], self._overrides(stage)
         return [*files, deepspeed_layer(*given, world=self.world), options]
 
     def _file_layers(self, stage: Stage) -> Iterator[Layer]:

@@ -62,15 +62,12 @@ def gpu_numerics(*, tf32: bool, deterministic: bool) -> Iterator[None]:
 
 
 def memory_bytes() -> int:
-    """Return this process's peak memory in bytes; with a GPU, the peak of its tensors there.
-
-    Outside Linux, return the memory in use.
-    """
+    """Return this process's peak memory in bytes; with a GPU, the peak of its tensors there."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
     status = Path("/proc/self/status")  # ru_maxrss includes the parent's memory
     peak = re.search(r"VmHWM:\s*(\d+) kB", status.read_text()) if status.exists() else None
-    return 1024 * int(peak[1]) if peak else psutil.Process().memory_info().rss
+    return 1024 * int(peak[1]) if peak else psutil.Process().memory_info().rss  # not Linux
 
 
 def seed_generators(seed: int) -> None:

@@ -135,7 +135,7 @@ def test_busy_server_is_retried_after_its_retry_after() -> None:
     [
         ('{"score": 10}', 1.0),
         ('{"score": 1} no: ```json\n{"score": 5, "why": "x"}\n```', 0.5),
-        ('{"score": 2.5} {"note": "done"}', 0.25),
+        ('{"result": {"score": 2.5}} {"note": "done"}', 0.25),
         ('in {x} {"why": "{1, 2}", "score": 4, "parts": {"score": 9}}', 0.4),
         ('{"score": 11}', "the judge's score 11 is not between 0 and 10"),
         ('{"score": 1' + "0" * 400 + "}", "the judge's score 10+ is not between 0 and 10"),

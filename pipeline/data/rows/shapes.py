@@ -183,7 +183,8 @@ def drop_revoked(rows: Sequence[Row]) -> list[Row]:
     ratings = [
         row.columns for row in rows if {"schema", "kind", "supersedes"} <= row.columns.keys()
     ]
-    superseded = {str(rating["supersedes"]) for rating in ratings if rating["supersedes"]}
+    ids = (rating["supersedes"] for rating in ratings)
+    superseded = {str(revoked) for revoked in ids if revoked is not None}
     if not ratings:
         return list(rows)
     return [

@@ -164,7 +164,7 @@ def _read_files(paths: Sequence[Path]) -> Iterator[Row]:
 def is_hub_name(name: str) -> bool:
     """Return whether a data path, without its split and weight, is a name on the Hub."""
     is_path = Path(name).exists() or name.startswith(".") or name.endswith(SUFFIXES)
-    return not is_path and HUB_NAME.fullmatch(name) is not None
+    return not (is_path or is_local_jsonfile(name)) and HUB_NAME.fullmatch(name) is not None
 
 
 def bare_name(spec: str) -> str:
@@ -233,6 +233,7 @@ def split_answers(row: Row) -> list[Row]:
     # The teacher saw none of these columns.
     columns = {k: v for k, v in row.columns.items() if k not in ("system", "label", "kto_tag")}
     if isinstance(row.columns["prompt"], str):
+        columns.pop("tools", None)
         columns["prompt"] = [{"role": "user", "content": row.columns["prompt"]}]
     rows: list[Row] = []
     try:

@@ -45,7 +45,8 @@ def fingerprint(examples: Iterable[Example]) -> str:
         labels = (example.label, example.tie, example.steps, example.step_labels)
         digest.update(repr((dialogues, labels)).encode())
         if (teacher := example.teacher) is not None:
-            digest.update(teacher.top_ids.tobytes() + teacher.top_logprobs.tobytes())
+            arrays = (teacher.ids, teacher.top_ids, teacher.top_logprobs)
+            digest.update(repr(teacher.ended).encode() + b"".join(a.tobytes() for a in arrays))
     return digest.hexdigest()[:16]
 
 

@@ -393,7 +393,7 @@ def attend_without_grad(
     first, first_lse = flash(query, first_key, first_value, scale=scaling)
     last, last_lse = flash(query, last_key, last_value, is_causal=True, scale=scaling)
     weight = torch.sigmoid(first_lse - last_lse)[..., None]
-    return torch.lerp(last.float(), first.float(), weight).to(query.dtype)
+    return torch.lerp(last.to(weight.dtype), first.to(weight.dtype), weight).to(query.dtype)
 
 
 def causal_mask(

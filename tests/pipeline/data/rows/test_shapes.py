@@ -403,10 +403,10 @@ RATING: dict[str, Any] = {
 
 
 def test_rating_with_an_id_of_any_type_can_be_replaced() -> None:
-    ids = (([1], None), (2, [1]))
+    ids = (([1], None), (0, [1]), (2, 0))
     rows = [Row({**RATING, "id": id_, "supersedes": other}, "r") for id_, other in ids]
 
-    assert drop_revoked(rows) == rows[1:]
+    assert drop_revoked(rows) == rows[2:]
 
 
 DIALOGUES = turns(("user", "Q"), ("assistant", "a")), turns(("user", "Q"), ("assistant", "b"))
