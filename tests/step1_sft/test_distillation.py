@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -15,7 +16,9 @@ from transformers import AutoModelForCausalLM
 from inference.generate import main as generate
 from pipeline.config import DataConfig, FrozenModelConfig
 from pipeline.data.batches import TokenBatch
-from pipeline.data.examples import Message
+from pipeline.data.examples import Example, Message
+from pipeline.data.sharing.prompts import fingerprint
+from pipeline.data.teacher import TeacherTokens
 from pipeline.models.forward.vocab_parallel import LARGE
 from pipeline.models.hf.chat import load_chat
 from pipeline.system.errors import ConfigError, DataError
@@ -124,6 +127,13 @@ def test_distilled_student_is_closer_to_its_teacher(task: Path, tmp_path: Path) 
     assert kls == pytest.approx(metrics(tmp_path / "1.0", "loss"))
     first, second = (metrics(tmp_path / out, "eval_perplexity")[0] for out in ("0.0", "1.0"))
     assert first == pytest.approx(second)
+
+
+def test_fingerprint_depends_on_the_trained_tokens() -> None:
+    top = np.array([[1, 2]]), np.array([[-1, -2]], np.float32)
+    teachers = [TeacherTokens(np.array([i]), *top, end) for i in (1, 3) for end in (True, False)]
+    prints = {fingerprint([Example((Message("user", "Q"),), teacher=t)]) for t in teachers}
+    assert len(prints) == 4
 
 
 def test_resumed_run_is_equal_and_rejects_other_logprobs(task: Path, tmp_path: Path) -> None:
