@@ -90,7 +90,7 @@ def synchronize() -> None:
 
 
 def pop_peak_bytes() -> int:
-    """Return the peak bytes that PyTorch has reserved since the last call; 0 without a GPU."""
+    """Return the peak bytes that PyTorch has reserved since the last call, or 0 without a GPU."""
     peak = torch.cuda.max_memory_reserved() if GPU else 0
     if GPU:
         torch.cuda.reset_peak_memory_stats()

@@ -1,4 +1,4 @@
-"""Tasks: questions, programs that grade responses to them, and the rows they are read from."""
+"""Tasks: questions, the rows that they are read from, and programs that grade the responses."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -53,8 +53,8 @@ def generate_texts(
 ) -> list[list[str]]:
     """Generate `num_samples` responses to each question, the same on any number of processes.
 
-    Samples depend only on the seed and the indices of question and sample. A collective: each
-    process generates a share and gets all responses. `progress` counts this process's share.
+    Samples depend only on the seed and the indices of question and sample. All processes must call
+    this; each generates a share and gets all responses. `progress` counts this process's share.
 
     Raises:
         DataError: see `encode_questions`.
@@ -116,7 +116,7 @@ class TaskEvaluations:
         self._last_metrics: dict[str, float] | None = None
 
     def metrics(self) -> dict[str, float]:
-        """Compute the current model's metrics by name, such as `gsm8k_strict`. A collective.
+        """Compute the model's metrics, such as `gsm8k_strict`, by name; all processes must call it.
 
         Raises:
             DataError: a question is too long for the model.
@@ -137,7 +137,7 @@ class TaskEvaluations:
     def summary(
         self, before: Mapping[str, float], *, changed: bool
     ) -> dict[str, dict[str, dict[str, float]]]:
-        """Return the tasks' part of `eval` in the result; empty without tasks. A collective.
+        """Return the tasks' entries of `eval` (none without tasks); all processes must call this.
 
         Args:
             before: the metrics of the model that the step began with.

@@ -196,7 +196,7 @@ class HeldOutPrompts(ABC):
         return [rank + index * size < len(self.prompts) for index in range(len(self.rows))]
 
     def verdicts(self, responses: Sequence[ScoredResponse]) -> list[bool | None]:
-        """Return whether each response is correct and polite; None for prompts outside the task."""
+        """Return whether each response is correct and polite, or None if no verdict is possible."""
         verdicts = [
             verify(prompt.messages[-1].content, response.text)
             if len(prompt.messages) == 1 and not response.opening

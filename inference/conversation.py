@@ -179,7 +179,7 @@ class Terminal:
                 self.print_line(" [stopped]")
 
     def read(self) -> str | None:
-        """Return the next message; None at the end of the input."""
+        """Return the next message, or None at the end of the input."""
         while True:
             try:
                 return input("\nYou: " if self.is_interactive else "").strip()

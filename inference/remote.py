@@ -175,7 +175,7 @@ def serve_requests(
     Args:
         model: an unwrapped model of the trained model's class; its weights are overwritten.
         groups: the groups that connect the processes.
-        group_size: copies of each prompt, with consecutive keys; one process generates all of them.
+        group_size: number of copies of each prompt (consecutive keys), all served by one process.
         sampling: other arguments of `generate`.
 
     Raises:

@@ -74,7 +74,7 @@ class WeightSource:
         return self.detached if self.layer is None else self.layer.weight
 
     def full_value(self, trained_by: Group) -> Shaped[Tensor, "*S"]:
-        """Return the full weight; a collective of the processes that train its shards."""
+        """Return the full weight; all processes that train its shards must call this."""
         local = self.value()
         if self.part is None:
             return local
@@ -87,7 +87,7 @@ class WeightSources:
     Args:
         trained: the base model inside the adapters, or this process's stage of it.
         replica: the full model, on the meta device.
-        stages: the processes that train the model's stages; the constructor is a collective.
+        stages: the processes that train the model's stages; all of them must create this object.
     """
 
     def __init__(self, trained: PreTrainedModel, replica: PreTrainedModel, stages: Group) -> None:
@@ -103,7 +103,7 @@ class WeightSources:
                 self._buffers |= buffers
 
     def buffer(self, module: str, leaf: str) -> Tensor | None:
-        """Return the trained buffer; None if neither this stage nor the model's files hold it."""
+        """Return the trained buffer, or None if neither this stage nor the model files have it."""
         try:
             return self._trained.get_submodule(module).get_buffer(leaf)
         except AttributeError:
@@ -269,7 +269,7 @@ class Replica:
 
     @torch.no_grad()
     def load(self, engine: GathersUnits) -> None:
-        """Copy the trained weights of an engine, one unit at a time; a collective."""
+        """Copy an engine's trained weights, one unit at a time; all processes must call this."""
         if not self.loaded:
             for weight in self.weights:
                 if weight.is_copied:
@@ -333,7 +333,7 @@ class Replica:
             weight.set_parameters(value.expand(weight.shape))
 
     def weights_hash(self) -> int:
-        """Hash the merged weights, independently of their sharding; a collective of `tp_group`."""
+        """Hash the merged weights, however sharded; all processes of `tp_group` must call this."""
         merged = iter_merged(self.model)
         sums = {name: self._sum_bits(value, self._specs[key]) for key, name, value in merged}
         return combine_sums([*sums], all_reduce_(torch.stack([*sums.values()]), self.tp_group))

@@ -21,7 +21,7 @@ def get_tp_group(model: nn.Module) -> Group:
 
 
 def get_local_kv_heads(model: nn.Module) -> int | None:
-    """Return the number of key/value heads on this process; None without tensor parallelism."""
+    """Return the number of key/value heads on this process, or None without tensor parallelism."""
     return getattr(model, _KV_HEADS, None)
 
 

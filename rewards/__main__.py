@@ -62,7 +62,8 @@ def main(argv: Sequence[str]) -> None:
     episodes = [episode for _, episode in pairs if episode is not None]
     if not episodes:
         raise DataError(
-            'no row has a response to score; map its column: --fields \'{"response": "COLUMN"}\''
+            "no row has a response to score; name the column of responses with"
+            ' --fields \'{"response": "COLUMN"}\''
         )
     with Rewards(
         configs, timeout_seconds=config.timeout_seconds, workers=config.workers
@@ -86,7 +87,7 @@ def main(argv: Sequence[str]) -> None:
 def _read_response(
     row: Row, config: VerifyConfig, answer_column: str, columns: RowColumns
 ) -> Episode | None:
-    """Return the row's response as an episode; None if the row has no response."""
+    """Return the row's response as an episode, or None if the row has no response."""
     example = read_row(row, config.fields)
     if example is None:
         return None

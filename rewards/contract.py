@@ -117,7 +117,8 @@ def single_answer(value: object) -> object:
     if isinstance(value, list | tuple) and len(value) == 1:
         value = value[0]
     if isinstance(value, list | tuple | Mapping):
-        raise TypeError(f"the row's answer is {describe_value(value)}; select another column")
+        got = describe_value(value)
+        raise TypeError(f"the row's answer must be a single value, got {got}; use another column")
     return value
 
 

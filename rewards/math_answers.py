@@ -1,9 +1,8 @@
 r"""Grade mathematical answers: numbers as exact fractions, others with `rewards.symbolic`.
 
 The answer in a response is its last \boxed{...}, else the text after its last ####, else its last
-number. Numbers may be written in the usual ways: 0.5, 1/2 and \frac{1}{2} are equal.
-A percent sign is a unit: 20% is 20, as in GSM8K (Cobbe et al. 2021) and MATH (Hendrycks et al.
-2021), and not 0.2.
+number. Numbers may be written in the usual ways: 0.5, 1/2 and \frac{1}{2} are equal. A percent sign
+is a unit: 20% is 20, not 0.2, as in GSM8K (Cobbe et al. 2021) and MATH (Hendrycks et al. 2021).
 """
 
 import re
@@ -106,12 +105,12 @@ def gold_answer(gold: object) -> Fraction | None:
 
 
 def response_answer(response: str) -> Fraction | None:
-    """Return the number that a response gives as its answer; None if there is none."""
+    """Return the number that a response gives as its answer, or None if there is none."""
     return last_number(response) if _extract_marked(response) is None else marked_answer(response)
 
 
 def marked_answer(response: str) -> Fraction | None:
-    r"""Return the number in the last \boxed{...}, else after the last ####; None if absent."""
+    r"""Return the number in the last \boxed{...}, else after the last ####, or None if absent."""
     marked = _extract_marked(response)
     return None if marked is None else parse_number(marked)
 
@@ -155,7 +154,7 @@ def parse_number(text: str) -> Fraction | None:
 
 
 def _parse_match(match: re.Match[str]) -> Fraction | None:
-    """Return the number in a match, without its sign; None if undefined or too large."""
+    """Return the number in a match, without its sign, or None if undefined or too large."""
     latex, digits = match.groups()[2:4], match.groups()[4:6]
     mixed, quotient = match.group("numerator", "denominator"), match.group("dividend", "divisor")
     for numerator, denominator in (latex, digits, mixed, quotient):

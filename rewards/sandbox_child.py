@@ -4,9 +4,8 @@ Runs as a separate script, `python -I -S sandbox_child.py JOB STATUS`, since a p
 threads can't safely run Python between fork and exec. JOB and STATUS are file descriptors: JOB
 contains the settings; STATUS receives an error message, or is closed once the sandbox is built.
 
-There are four processes: this one, outside the namespaces; a member of the new namespaces; their
-init process, on whose exit the kernel kills all others in them; and the program. Each waits for
-the next.
+There are four processes, each waiting for the next: this one, outside the namespaces; a member of
+the new namespaces; their init process, whose exit kills all others in them; and the program.
 
 The script runs for every program; importing json or signal would double its startup time.
 """

@@ -42,8 +42,8 @@ class SelectConfig(SamplingConfig):
     """Number of responses per prompt; those truncated at max_new_tokens are never chosen."""
 
     write: Literal["demonstrations", "pairs"] = "demonstrations"
-    """demonstrations: the best response to each prompt, for step 1; pairs: the best and the worst,
-    for step 2."""
+    """demonstrations: the best response per prompt, for step 1; pairs: best and worst, for step
+    2."""
 
     output: Path = Path("selected.jsonl")
     """Output file for the rows; an existing one is replaced."""

@@ -17,7 +17,7 @@ TIMEOUT_SECONDS, MEMORY_BYTES = 3.0, 2**30
 
 
 def are_equivalent(gold: str, answer: str) -> bool:
-    """Return whether two answers are equivalent; False if time or memory runs out first."""
+    """Return whether two answers are equivalent, or False if time or memory runs out first."""
     _preload()
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)

@@ -65,7 +65,7 @@ def length_scorer(config: RewardConfig) -> Scorer:
 
 
 def verifier_scorer(config: RewardConfig) -> Scorer:
-    """Return a scorer that gives 1 to correct, polite responses, else 0; None without an answer."""
+    """Return a scorer: 1 if correct and polite, else 0; None for a row without an answer."""
 
     def score(episode: Episode) -> float | None:
         answer = episode.extra.get(config.resolved_column)

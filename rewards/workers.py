@@ -126,7 +126,7 @@ class Workers:
         return self._num_calls
 
     def receive(self, *, wait: bool) -> list[CallReply]:
-        """Return the replies that have arrived since the last call; with `wait`, at least one.
+        """Return the replies received since the last call; with `wait`, block until there is one.
 
         Raises:
             RewardError: the supervisor has exited.

@@ -1,6 +1,7 @@
 """Console scripts of the installed package.
 
-`rlhf` is `train.py`, `rlhf-chat` is `chat.py`, `rlhf-serve` is `python -m inference.serve`.
+`rlhf` runs `train.py`, `rlhf-chat` runs `chat.py`, and `rlhf-serve` runs `python -m
+inference.serve`.
 """
 
 import rlhf_pipeline

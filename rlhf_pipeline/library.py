@@ -81,9 +81,10 @@ class Engine(engine.Engine):
         """Writer, and name of the stored frozen weights, by directory."""
 
     def save(self, directory: Path | str, progress: Mapping[str, Any] | None = None) -> None:
-        """Save the state, with `progress` as JSON, and wait until it is written. A collective.
+        """Save the state, with `progress` as JSON, and wait until it is written.
 
-        The two newest checkpoints are kept. A run killed at any instant can resume from one.
+        All processes must call this. The two newest checkpoints are kept. A run killed at any
+        instant can resume from one.
 
         Raises:
             CheckpointError: the state could not be written.
@@ -112,7 +113,8 @@ class Engine(engine.Engine):
     def resume(self, directory: Path | str) -> dict[str, Any] | None:
         """Load the newest checkpoint and return its `progress`, or None if there is no checkpoint.
 
-        The checkpoint may be from another ZeRO stage or number of processes. A collective.
+        All processes must call this. The checkpoint may be from another ZeRO stage or number of
+        processes.
 
         Raises:
             CheckpointError: no checkpoint is valid, or the newest is from a different model.
@@ -127,5 +129,5 @@ class Engine(engine.Engine):
         return dict(checkpoint.state["progress"])
 
     def export(self, directory: Path | str, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Write a Hugging Face directory. A collective."""
+        """Write a Hugging Face directory; all processes must call this."""
         export(self.model, tokenizer, Path(directory), weights=self)

@@ -19,8 +19,8 @@ MODEL = "model"
 def warm_start(engine: Engine, directory: Path, world: Group) -> None:
     """Load weights and moments from the newest checkpoint of the run in `directory`.
 
-    A collective. The optimizer continues as if it had taken the earlier steps; the learning-rate
-    schedule restarts.
+    All processes must call this. The optimizer continues as if it had taken the earlier steps; the
+    learning-rate schedule restarts.
 
     Raises:
         CheckpointError: there is no usable checkpoint, or it is from a different model.

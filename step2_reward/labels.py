@@ -236,7 +236,9 @@ def _resolve_numbers(loss: Loss, train: Sequence[Example], held_out: Sequence[Ex
     mean = sum(numbers) / len(numbers)
     std = math.sqrt(sum((number - mean) ** 2 for number in numbers) / len(numbers))
     if std == 0:
-        raise DataError(f"all {len(numbers)} training rows have the label {mean:g}; add others")
+        raise DataError(
+            f"all {len(numbers)} training rows have the label {mean:g}; add rows with other labels"
+        )
     return Labels("scalar", loss) if loss == "bce" else Labels("scalar", loss, mean=mean, std=std)
 
 

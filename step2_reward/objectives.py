@@ -65,7 +65,7 @@ def compute_outputs(
     config: RewardConfig,
     observe: Callable[[Tensor, Batch], None] = lambda _outputs, _batch: None,
 ) -> HeldOutOutputs:
-    """Run the model on rows, which must be the same on all processes. A collective.
+    """Run the model on rows, the same on all processes, which must all call this.
 
     Args:
         scorer: the model.

@@ -19,13 +19,13 @@ def group_mean(grouped: Float[Tensor, "P G"], counted: Bool[Tensor, "P G"]) -> F
 
 
 def group_std(grouped: Float[Tensor, "P G"], counted: Bool[Tensor, "P G"]) -> Float[Tensor, "P 1"]:
-    """Return the sample standard deviation of each group's counted values; 0 for a single value."""
+    """Return the sample standard deviation of each group's counted values, or 0 for one value."""
     squares = (grouped - group_mean(grouped, counted)).square()
     return (_group_sum(squares, counted) / (group_counts(counted) - 1).clamp(min=1)).sqrt()
 
 
 def all_equal(grouped: Float[Tensor, "P G"], counted: Bool[Tensor, "P G"]) -> Bool[Tensor, "P 1"]:
-    """Return whether the counted values of each group are equal; True for fewer than two values.
+    """Return whether the counted values of each group are equal; fewer than two count as equal.
 
     The largest value is compared with the smallest, because rounding can make the differences from
     the mean, and so the standard deviation, nonzero.

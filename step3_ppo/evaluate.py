@@ -145,7 +145,7 @@ class HeldOut(HeldOutPrompts):
         return kl_statistics(experience, counted)["kl"]
 
     def by_prompt(self, responses: Sequence[ScoredResponse]) -> dict[str, list[float | None]]:
-        """Return the best available metric of each response, under its name; None if unknown.
+        """Return the best available metric of each response, under its name, or None if unknown.
 
         The metric is the verdict of the embedded task's verifier if it applies, otherwise the gold
         reward if there is one, otherwise the training reward.

@@ -159,7 +159,7 @@ def repeated_tokens(experience: Experience) -> int:
 
 
 def episode_statistics(responses: Sequence[Response], config: PPOConfig) -> dict[str, float]:
-    """Compute means over the episodes; empty without an environment. A collective.
+    """Compute means over an environment's episodes, if any; all processes must call this.
 
     `turns` is the number of the actor's responses, and `observation_length` the number of tokens
     between them. `ended_by_turns`, `ended_by_tokens` and `ended_by_failure` are the fractions of

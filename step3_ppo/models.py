@@ -335,7 +335,7 @@ def load_models(
 def load_critic(
     config: PPOConfig, tokenizer: PreTrainedTokenizerBase, *, total_steps: int
 ) -> Passes | None:
-    """Return the passes of the critic, in a pipeline of its local stage; None without a critic.
+    """Return the passes of the critic, in a pipeline of its local stage, or None without a critic.
 
     If the reward model has several labels, all weights except those of the head are used, and the
     head is initialized randomly.

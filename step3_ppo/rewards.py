@@ -32,7 +32,7 @@ def compute_raw_scores(
     responses: Sequence[Response],
     config: PPOConfig,
 ) -> Float[Tensor, " B"]:
-    """Compute the reward model's raw score of each sequence. A collective."""
+    """Compute the reward model's raw score of each sequence; all processes must call this."""
     assert models.reward is not None
     text = models.reward.text
     rows = [

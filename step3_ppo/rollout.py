@@ -127,7 +127,7 @@ class Prompts:
     def drop_solved(
         self, batch: PromptBatch, source_rewards: Mapping[str, SourceResults], config: PPOConfig
     ) -> None:
-        """Drop a batch's prompts from the stream if the actor solves them. A collective."""
+        """Drop the prompts of a batch that the actor solves; all processes must call this."""
         if config.drop_solved is None:
             return
         sources = [(source_rewards[name], maximum) for name, maximum in config.max_rewards.items()]

@@ -40,7 +40,7 @@ class PreferenceSignals(Signals):
     MESSAGES = MESSAGES
 
     def compute_value(self, signal: str, metrics: Metrics, first: Metrics) -> float | None:
-        """Return the signal in the unit of its limit; None if it needs responses but none exist."""
+        """Return the signal in its limit's unit, or None if it needs responses but none exist."""
         if signal == "chosen_nll":
             return first["logp_chosen"] - metrics["logp_chosen"]
         if "sampled_length" not in metrics:

@@ -58,7 +58,7 @@ class RowStore:
         self._examples: Sequence[Example] = ()
 
     def select(self, data: StepData, chat: ChatFormat) -> StepData:
-        """Keep the trainable rows. A collective.
+        """Keep the trainable rows; all processes must call this.
 
         Raises:
             DataError: no rows are left for training or for evaluation; or for kto, all responses
@@ -232,7 +232,7 @@ class Reference:
         return [BatchWithReference(*pair) for pair in zip(batches, logprobs, strict=True)]
 
     def row_logprobs(self, indices: Sequence[int]) -> Float[Tensor, "B 2"] | None:
-        """Return these training rows' log-probabilities; None if they are computed on the fly."""
+        """Return these training rows' log-probabilities, or None if they are computed as needed."""
         return None if self.table is None else self.table.train[list(indices)]
 
     @property
@@ -326,7 +326,7 @@ def _compute_table_key(initial_actor: InitialActor, rows: Rows, config: Preferen
 
 
 def _read_table(path: Path, table_key: str) -> ReferenceTable | None:
-    """Read the table from its file; None if the file is missing, damaged or from another run."""
+    """Read the table; return None if its file is missing, damaged or from another run."""
     try:
         with safe_open(path, "pt") as file:
             if (file.metadata() or {}).get("fingerprint") != table_key:

@@ -113,7 +113,7 @@ def truncate_row(
 
 
 def _prompt_length(example: Example, chat: ChatFormat) -> int:
-    """Return the number of tokens before the response; 0 if none of them can be trained on."""
+    """Return the number of tokens before the response, or 0 if none of them can be trained on."""
     if all(turn.role != "assistant" for turn in example.prompt):
         return 0
     return len(chat.encode_prompt(example.prompt, origin=example.origin))

@@ -95,7 +95,7 @@ def test_pipeline_stops_at_divergence_and_resumes_at_a_lower_rate(tmp_path: Path
     errors = [line for line in first.stderr.splitlines() if "diverged" in line]
     assert len(errors) == 2
     assert errors[0].startswith("error: step1_sft diverged after step 1: held-out perplexity")
-    assert errors[1].endswith("--resume and a smaller --sft.model.optim.lr restarts it")
+    assert errors[1].endswith("--resume and a smaller --sft.model.optim.lr")
     assert not (out / "step2_reward").exists()
     assert "step1_sft diverged after step 1" in (out / "report.html").read_text()
 

@@ -56,7 +56,7 @@ Capture = Callable[[Callable[[], Tensor], Tensor], Callable[[], Tensor]]
 and returns its result, always in the same memory."""
 
 Agree = Callable[[bool], bool]
-"""Returns whether all processes of the tensor-parallel group passed True. A collective."""
+"""Returns whether all processes of the tensor-parallel group passed True; all must call it."""
 
 
 class GraphAttention(DecodeAttention):

@@ -581,7 +581,7 @@ class TracedRows(ReplayedRows):
         return self._trace.replay()
 
     def _prepare_matmul(self, call: Call) -> Replay | None:
-        """Return a kernel that computes a matmul without padding rows; None if unsupported."""
+        """Return a kernel that computes a matmul without padding rows, or None if unsupported."""
         if kernel_mode() == "off" or len(call.outputs) != 1 or call.kwargs:
             return None
         if call.outputs[0].shape[:-1].numel() != self._inputs.shape[1]:

@@ -295,7 +295,7 @@ def split_blocks(values: Float[Tensor, "B V"], *, padding: float) -> Float[Tenso
 def apply_repetition_penalty(
     logits: Float[Tensor, "B V"], histories: Sequence[Sequence[int]], penalty: float
 ) -> Float[Tensor, "B V"]:
-    """Lower the logits of tokens that a sequence already contains (Keskar et al. 2019, 4.1).
+    """Lower the logits of tokens that are already in a sequence (Keskar et al. 2019, section 4.1).
 
     Positive logits are divided by `penalty`, and negative ones are multiplied by it.
     """

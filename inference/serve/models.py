@@ -128,7 +128,7 @@ class ServedModel:
 
     @torch.inference_mode()
     def prompt_logprobs(self, prompt: Sequence[int], num_top: int) -> list[TokenLogprobs | None]:
-        """Return the log-probability of each token given the preceding ones; None for the first.
+        """Return the log-probability of each token given the preceding ones, or None for the first.
 
         A long prompt takes several passes, each with at most `MAX_LOGITS` logits.
         """

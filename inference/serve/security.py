@@ -97,7 +97,7 @@ class AccessControl:
             raise ApiError(403, "the request comes from a page that is not the server's")
 
     def _check_key(self, headers: Headers) -> str | None:
-        """Return the name of the request's key; None if no key is required."""
+        """Return the name of the request's key, or None if no key is required."""
         if not self._keys:
             return None
         scheme, _, value = headers.get("authorization", "").partition(" ")

@@ -133,7 +133,7 @@ class ResponseState:
         return self._pop_piece()
 
     def finish(self, event: EndEvent) -> Piece | None:
-        """Return the last piece; None if the client cancelled the response."""
+        """Return the last piece, or None if the client cancelled the response."""
         if event.reason == "cancelled" and not self.stopped:
             return None
         self._piece.text += self._text.finish()

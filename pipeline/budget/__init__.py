@@ -1,1 +1,1 @@
-"""Memory and time of a step on a machine, estimated before anything is loaded."""
+"""Estimates of the memory and time that a step needs on a machine, made before loading anything."""

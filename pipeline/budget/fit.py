@@ -62,7 +62,7 @@ class Shortage:
 
 
 def find_shortage(memory: StepMemory, machine: Machine) -> Shortage | None:
-    """Return the phase that lacks the most memory; None if no phase is known to lack any."""
+    """Return the phase that lacks the most memory, or None if no phase is known to lack any."""
     shortages: list[Shortage] = []
     for phase in memory.phases:
         minimum = phase.at_minimum()
@@ -121,7 +121,7 @@ def shortage_message(
     origins: Mapping[str, str],
     memory: StepMemory,
 ) -> str | None:
-    """Return the error message for a step that can't fit; None if it fits.
+    """Return the error message for a step that can't fit, or None if it fits.
 
     The sentence begins with `step`, such as "step 1". `section` is the prefix of the settings on
     the command line, empty for a step's own command. `origins` is as for `step_memory`.
@@ -147,7 +147,7 @@ def suggest_fix(
     estimate: MemoryEstimator,
     origins: Mapping[str, str] | None = None,
 ) -> Settings | None:
-    """Find the cheapest change that makes a step fit; None if there is none."""
+    """Return the cheapest change that makes a step fit, or None if there is none."""
     options = [{"micro_batch_size": 1}, *list_savings(config, machine, origins or {})]
     on_device = [option for option in options if "cpu" not in option.values()]
     adapters = for_models(config, {"lora.rank": 16})
@@ -267,7 +267,7 @@ def _parallel_sizes(
 def merge_until_fit(
     config: StepConfig, machine: Machine, estimate: MemoryEstimator, options: Sequence[Settings]
 ) -> Settings | None:
-    """Merge the shortest prefix of the options that makes a step fit; None if there is none.
+    """Return the shortest prefix of the options that makes a step fit, merged, or None.
 
     Settings that turn out to be unnecessary are dropped, the most expensive first; then the
     micro-batch is enlarged as far as possible.

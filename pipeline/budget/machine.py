@@ -80,7 +80,7 @@ def parse_machine(text: str) -> Machine:
 
 
 def free_gpu_bytes(gpus: Sequence[str]) -> int | None:
-    """Return the smallest free memory of these local GPUs, in bytes; None if any is unknown.
+    """Return the smallest free memory of these local GPUs, in bytes, or None if any is unknown.
 
     The function asks nvidia-smi, so that no process initializes the GPUs.
     """
@@ -125,7 +125,7 @@ MEASURED_SECONDS = 0.2
 
 
 def data_sheet_flops(name: str) -> tuple[float, str] | None:
-    """Return a GPU's peak FLOP/s and its model, as in `TFLOPS`; None if the name is unknown."""
+    """Return a GPU's peak FLOP/s and its model, as in `TFLOPS`, or None if the name is unknown."""
     for card in sorted(TFLOPS, key=len, reverse=True):
         if re.search(rf"{card}(?!\d)", name, re.IGNORECASE):  # an A1000 is not an A100
             return 1e12 * TFLOPS[card], card

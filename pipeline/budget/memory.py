@@ -1,4 +1,4 @@
-"""Memory of a step on each of its processes, computed with closed-form formulas.
+"""Closed-form estimates of the memory that a step needs on each of its processes.
 
 The result is an estimate of what the process takes from the system (resident memory on a CPU,
 reserved memory on a GPU), within about 15 %. `docs/scaling.md` lists the formulas.
@@ -246,7 +246,7 @@ class _ModelMemory:
             yield Item("logits", self._logits(targets, trains=trains))
 
     def _rollout_tokens(self, length: int) -> float:
-        """Return the tokens of a rollout whose groups share prompts; infinity without groups."""
+        """Return the tokens of a rollout whose groups share prompts, or infinity without groups."""
         generation = self.work.generation
         if generation is None or generation.group_size == 1:
             return math.inf

@@ -125,7 +125,7 @@ class DeepSpeedFile:
     ignored: list[str] = field(default_factory=list[str])
 
     def get(self, key: str) -> Any:  # noqa: ANN401
-        """Return the value of a key with an effect; None if it is missing or "auto"."""
+        """Return the value of a key with an effect, or None if it is missing or "auto"."""
         value = self.supported.get(key)
         return None if value == AUTO else _normalize(value)
 
@@ -138,7 +138,7 @@ class DeepSpeedFile:
         return {name: value for name, value in params.items() if value not in (None, AUTO)}
 
     def batch_size(self, key: str) -> int | None:
-        """Return a batch size; None if it is missing or "auto"."""
+        """Return a batch size, or None if it is missing or "auto"."""
         value = self.get(key)
         if value is None or (isinstance(value, int) and value is not True and value > 0):
             return value
@@ -197,7 +197,7 @@ def _count_shares(
 
 
 def ignored_keys_notice(path: Path) -> str | None:
-    """Return a notice about keys of a file that have no effect; None if there are none.
+    """Return a notice about keys of a file that have no effect, or None if there are none.
 
     Raises:
         ConfigError: the file can't be read, or has a key that is not supported.

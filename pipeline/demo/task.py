@@ -115,7 +115,7 @@ class Verdict:
 
 
 def verify(question: str, response: str) -> Verdict | None:
-    """Return the verdict on `response`; None if `question` is neither held out nor hand-written."""
+    """Return the verdict, or None if `question` is neither held out nor hand-written."""
     answer = _correct_answers().get(question.strip())
     return None if answer is None else verdict(*answer, response)
 

@@ -290,7 +290,7 @@ class GgufExport:
         return gguf.quantize(tensor.contiguous().numpy(), kind)
 
     def rope_factors(self) -> Tensor | None:
-        """Return the divisors of Llama 3.1's rotary frequencies, (d / 2,); None if all are 1."""
+        """Return the divisors of Llama 3.1's rotary frequencies, (d / 2,), or None if all are 1."""
         if self.rope["rope_type"] != "llama3":
             return None
         scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](self.config, torch.device("cpu"))

@@ -100,8 +100,7 @@ def check_export_directory(out: Path) -> None:
 def atomic_directory(out: Path) -> Iterator[Path]:
     """Yield a temporary directory; rename it to `out` if the block ends without an error.
 
-    Until then it is `<out>.partial`; an error removes it, and the next call removes what a killed
-    process left.
+    Until then it is `<out>.partial`; an error, or the next call after a killed process, removes it.
 
     Raises:
         ConfigError: the disk is full, or the directory is not writable.

@@ -218,8 +218,7 @@ def adamw_(
 class FlatAdamW:
     """AdamW for many vectors; on a GPU, one launch updates all vectors of the same formats.
 
-    Its address tables are kept between steps: as long as no vector moves, a step sends four numbers
-    to the GPU.
+    Its address tables are kept while no vector moves, so that a step sends four numbers to the GPU.
     """
 
     def __init__(self) -> None:
@@ -263,7 +262,7 @@ class FlatAdamW:
 
 
 def find_kernel(device: torch.device, formats: Formats, kernels: Kernels) -> Library | Gpu | None:
-    """Return the kernel for vectors on a device, built if necessary; None if PyTorch is used.
+    """Return the kernel for vectors on a device, built if necessary, or None if PyTorch is used.
 
     Raises:
         KernelError: the kernel is required and can't be built.

@@ -63,7 +63,7 @@ def find_kernel(
     cache: tuple[Float[Tensor, "S G M D"], Float[Tensor, "S G M E"]],
     states: tuple[Float[Tensor, "G N D"], Float[Tensor, "G N E"]],
 ) -> Gpu | None:
-    """Return the GPU with the kernel for these tensors; None if PyTorch is used.
+    """Return the GPU with the kernel for these tensors, or None if PyTorch is used.
 
     Raises:
         KernelError: kernels are required, and there is none for these tensors.
@@ -83,7 +83,7 @@ def unsupported_reason(
     cache: tuple[Float[Tensor, "S G M D"], Float[Tensor, "S G M E"]],
     states: tuple[Float[Tensor, "G N D"], Float[Tensor, "G N E"]],
 ) -> str | None:
-    """Return the reason why the kernel doesn't support these tensors; None if it does."""
+    """Return the reason why the kernel doesn't support these tensors, or None if it does."""
     for name, stored, new in zip(("keys", "values"), cache, states, strict=True):
         if stored.dtype != new.dtype:
             return f"the {name} are {new.dtype}, but the cache is {stored.dtype}"

@@ -315,7 +315,7 @@ def cuda_macros(dtype: torch.dtype, grouping: HeadGrouping) -> dict[str, str | i
 def cuda_unsupported_reason(
     query: Float[Tensor, "B H D"], key: Float[Tensor, "P G T D"], value: Float[Tensor, "P G T E"]
 ) -> str | None:
-    """Return the reason why the kernel doesn't support these tensors; None if it does."""
+    """Return the reason why the kernel doesn't support these tensors, or None if it does."""
     if query.dtype not in DTYPES or not query.dtype == key.dtype == value.dtype:
         return f"queries are {query.dtype}, keys {key.dtype} and values {value.dtype}"
     if query.shape[2] not in HEAD_SIZES or value.shape[3] != query.shape[2]:

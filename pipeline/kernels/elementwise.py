@@ -23,7 +23,7 @@ def library() -> Library | None:
 def prepare_norm(
     x: Float[Tensor, "*B K"], weight: Float[Tensor, " K"], out: Float[Tensor, "*B K"], eps: float
 ) -> Callable[[], object] | None:
-    """Return a callable that writes x / sqrt(mean(x^2) + eps) * weight; None if unsupported."""
+    """Return a callable that writes x / sqrt(mean(x^2) + eps) * weight, or None if unsupported."""
     tensors, size = (x, weight, out), x.shape[-1]
     if not all(is_supported(tensor) and tensor.is_contiguous() for tensor in tensors):
         return None
@@ -37,7 +37,7 @@ def prepare_norm(
 def prepare_silu_product(
     x: Float[Tensor, "*B K"], up: Float[Tensor, "*B K"], out: Float[Tensor, "*B K"]
 ) -> Callable[[], object] | None:
-    """Return a callable that writes silu(x) * up (Shazeer 2020, eq. 6); None if unsupported."""
+    """Return a callable that writes silu(x) * up (Shazeer 2020, eq. 6), or None if unsupported."""
     tensors = (x, up, out)
     if not all(is_supported(tensor) and tensor.is_contiguous() for tensor in tensors):
         return None
@@ -53,7 +53,7 @@ def prepare_rotation(
     sin: Float[Tensor, "1 1 N D"],
     out: Float[Tensor, "1 H N D"],
 ) -> Callable[[], object] | None:
-    """Return a callable that writes x cos + (-x2, x1) sin, x = (x1, x2); None if unsupported."""
+    """Return a callable that writes (x1, x2) cos + (-x2, x1) sin, or None if unsupported."""
     tensors = (x, cos, sin, out)
     if not all(is_supported(tensor) for tensor in tensors) or cos.stride() != sin.stride():
         return None

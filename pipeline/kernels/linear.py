@@ -23,7 +23,7 @@ from pipeline.kernels.build import CPP_DTYPES, FUSED, Library
 
 @functools.cache
 def max_rows(dtype: torch.dtype) -> int:
-    """Return the maximum number of rows for which to use the kernel; 0 if the dtype has none.
+    """Return the maximum number of rows for which to use the kernel, or 0 if the dtype has none.
 
     With many rows the product is compute-bound. MKL reaches that bound only on Intel processors.
     """
@@ -65,7 +65,7 @@ class Linear:
 
 
 def prepare(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Linear | None:
-    """Return a callable that writes x w^T + bias to `out`; None if PyTorch is used.
+    """Return a callable that writes x w^T + bias to `out`, or None if PyTorch is used.
 
     Takes x (*B, K), weight (N, K), bias (N) and out (*B, N), contiguous. Other tensors are left to
     PyTorch. The reason is logged, unless they are not a linear layer on the CPU or have too many

@@ -1,4 +1,4 @@
-"""Log-probabilities and entropies of given tokens, without storing the logits of all tokens.
+"""Log-probabilities of given tokens and entropies at their positions, without all logits.
 
 The logits of K tokens over a vocabulary of V are by far the largest tensor of a model, and softmax
 and its gradient need three more of that size. Here only one tile exists at a time. There are two
@@ -102,7 +102,7 @@ def linear_logprobs(
     `entropy_grad` if the entropy is part of a loss, which takes more memory, and `uniform` if all
     log-probabilities have the same weight in the loss, which is faster. A tile has `tile` logits,
     by default `TILE` or `VOCABULARY_TILE`; up to `MAX_UNTILED` logits are a single tile. With
-    `vocab_shard`, the range of a sharded weight, the function is a collective.
+    `vocab_shard`, the range of a sharded weight, all processes of its group must call this.
 
     Results are in nats, fp32. Logits are those of `output_layer`, divided by the temperature. With
     one tile, the result is bitwise identical to that of `compute_logprobs`; with several tiles,

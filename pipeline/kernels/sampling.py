@@ -38,7 +38,7 @@ class Draw:
 
 
 def find_kernel(logits: Float[Tensor, "B V"], reason: str | None = None) -> Gpu | None:
-    """Return the GPU with the kernel for these logits; None if PyTorch is used.
+    """Return the GPU with the kernel for these logits, or None if PyTorch is used.
 
     `reason` is an additional reason why the kernel can't be used, as a clause.
 
@@ -85,7 +85,7 @@ class Params(ctypes.Structure):
 
 
 def unsupported_reason(logits: Float[Tensor, "B V"]) -> str | None:
-    """Return the reason why the kernel doesn't support these logits; None if it does."""
+    """Return the reason why the kernel doesn't support these logits, or None if it does."""
     if logits.dtype not in DTYPES:
         return f"it doesn't support logits of {logits.dtype}"
     if logits.shape[1] > MAX_VOCABULARY:

@@ -253,7 +253,7 @@ def _slurm_layout(deployment: Deployment, environment: Mapping[str, str]) -> Lay
     )
     names = expand_nodelist(environment.get("SLURM_JOB_NODELIST", ""))
     num_nodes, count = deployment.num_nodes or len(names), len(names)
-    require(num_nodes <= count, f"--num-nodes {num_nodes} exceeds the allocation's size, {count}")
+    require(num_nodes <= count, f"--num-nodes {num_nodes} exceeds the {count} allocated nodes")
     match = re.search(r"\d+$", environment.get("SLURM_GPUS_ON_NODE", ""))
     num_slots = deployment.num_gpus or (int(match[0]) if match else 0) or count_processes(None)
     hosts = tuple(Host(name, tuple(range(num_slots))) for name in names[:num_nodes])

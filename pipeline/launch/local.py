@@ -36,7 +36,7 @@ def count_processes(requested: int | None, *, option: str = "--num-processes") -
     """
     gpus = len(list_gpus())
     if requested is not None and 0 < gpus < requested:
-        raise ConfigError(f"{option} {requested} exceeds this machine's number of GPUs, {gpus}")
+        raise ConfigError(f"{option} {requested} exceeds the number of GPUs here, {gpus}")
     return requested or gpus or CPU_PROCESSES
 
 

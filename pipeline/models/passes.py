@@ -202,7 +202,7 @@ class Passes(ForwardPasses):
         self.engine = engine
 
     def metrics(self) -> dict[str, float]:
-        """Return the metrics of a step's passes. A collective."""
+        """Return the metrics of a step's passes; all processes must call this."""
         return {}
 
     def forward_backward(
@@ -422,7 +422,7 @@ def _move_to_device(model: nn.Module) -> None:
 
 
 class StagedScorer(Scorer):
-    """A scorer that runs a batch through all stages of a Hugging Face model. A collective."""
+    """A scorer that runs a batch through all pipeline stages, whose processes must all call it."""
 
     def __init__(self, passes: StagedPasses, model: nn.Module) -> None:
         super().__init__(model)

@@ -106,7 +106,7 @@ class Group:
         return parts
 
     def all_to_all(self, slices: Tensor, *, label: str) -> Tensor:
-        """Send slice i of the first dimension to rank i; return the received slices by rank."""
+        """Send slice i along dimension 0 to rank i; return the received slices in rank order."""
         if self.size == 1 or slices.is_meta:
             return slices
         self._enter_collective("all_to_all", label)
@@ -163,7 +163,7 @@ class Group:
             POSITION.enter_collective(kind, unit, num_bytes if self.same_collectives else 0)
 
     def _describe_desync(self) -> str:
-        """Describe the first collective at which two processes differ. A collective itself."""
+        """Describe the first collective at which processes differ; all of them must call this."""
         recent = list(POSITION.recent)
         histories = self.gather_objects({entry.number: str(entry) for entry in recent})
         local = histories[self.rank]

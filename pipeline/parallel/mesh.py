@@ -90,7 +90,7 @@ class Mesh:
     def tp_group(self, size: int, *, timeout_seconds: float) -> Group:
         """Create this process's group of `size` processes of adjacent rank that generate together.
 
-        A collective. Collectives of such groups are not compared with collectives of other groups.
+        All processes must call this. The group's collectives are not compared with other groups'.
 
         Raises:
             ConfigError: the number of processes is not divisible by `size`.
@@ -126,7 +126,7 @@ _meshes: list[Mesh] = []
 def split_mesh(
     *, replicas: int, pp: int = 1, tp: int = 1, generating: int = 0, timeout_seconds: float
 ) -> Iterator[Mesh]:
-    """Context manager that divides the processes of the job. A collective.
+    """Context manager that divides the job's processes into groups; all of them must enter it.
 
     The last `generating` processes only generate; the axes contain the others. The first 1/pp of
     the processes have the first of `pp` stages. Within a stage, processes of the same replica are
@@ -194,7 +194,7 @@ def _set_apart(job: Group, generating: int, timeout_seconds: float) -> Mesh:
 def new_pipeline_group(
     rows: Sequence[Sequence[int]], *, timeout_seconds: float, has_tags: bool
 ) -> StageGroup:
-    """Create the group of this process's pipeline stages. A collective.
+    """Create the group of this process's pipeline stages; all processes must call this.
 
     `rows` lists the ranks of each pipeline in the order of its stages. If the backend doesn't
     support tags (`has_tags`), each `TransferKind` gets a separate group.
@@ -213,7 +213,7 @@ def new_pipeline_group(
 def new_subgroup(
     rows: Iterable[Sequence[int]], *, timeout_seconds: float, is_tracked: bool = True
 ) -> Group:
-    """Create this process's group in a job divided into these rows of ranks. A collective.
+    """Create this process's group, one of the `rows` of ranks; all processes must call this.
 
     Each process is in one row and creates only that group.
     """

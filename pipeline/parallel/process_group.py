@@ -64,7 +64,7 @@ def process_group(watchdog: Watchdog, timeout_seconds: float = 1800) -> Iterator
 
 
 def gpu_index(local_rank: int, visible: int) -> int:
-    """Return the index of a process's GPU among the visible ones; 0 if only one is visible.
+    """Return the index of a process's GPU among the visible ones, or 0 if only one is visible.
 
     Schedulers that assign GPUs to tasks (`srun --gpus-per-task 1`) hide all other GPUs from a task.
 

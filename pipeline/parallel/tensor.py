@@ -42,7 +42,7 @@ class _Collective(torch.autograd.Function):
 
 
 def copy_to_group(values: Float[Tensor, "*S"], group: Group) -> Float[Tensor, "*S"]:
-    """Return the replicated tensor; the backward pass sums its gradients over processes."""
+    """Return the replicated `values` unchanged; the backward pass all-reduces their gradient."""
     return _Collective.apply(
         values, lambda full: full.view_as(full), lambda grad: _sum(grad, group, GRADIENTS)
     )

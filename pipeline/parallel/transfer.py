@@ -17,7 +17,7 @@ TAGS = {kind: number for number, kind in enumerate(TRANSFER_KINDS, start=1)}
 
 
 class Transfers:
-    """Sends to and receives from the other stages of the pipeline."""
+    """Sends tensors to the other pipeline stages and receives tensors from them."""
 
     def __init__(self, stages: Group) -> None:
         self._stages = stages

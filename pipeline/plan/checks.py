@@ -57,13 +57,13 @@ class Preview:
     """Mean tokens per training row (both sequences of a pair; in RL, prompt only), if known."""
 
     def steps(self, config: StepConfig) -> int | None:
-        """Return the number of optimizer steps (in RL, iterations); None if unknown."""
+        """Return the number of optimizer steps (in RL, iterations), or None if unknown."""
         if config.max_steps is not None or self.data is None:
             return config.max_steps
         return math.ceil(config.epochs * len(self.data.train) / config.workload(1).data_rows)
 
     def held_out(self, config: StepConfig) -> int:
-        """Return the number of evaluation rows; 0 if the rows were not read."""
+        """Return the number of evaluation rows, or 0 if the rows were not read."""
         return min(len(self.data.eval), config.data.max_eval_rows) if self.data else 0
 
 
@@ -194,7 +194,7 @@ def read_rows(config: StepConfig, stage: Stage, *, downloads: bool) -> Preview:
     """Read the rows of a step as the step will read them.
 
     Raises:
-        DataError: a path, row, split or setting leaves the step without usable rows.
+        DataError: a path, row, split or setting is invalid, or leaves the step without usable rows.
     """
     texts: DataConfig | None = getattr(config, "ptx_rows", None)
     inputs = [(config.data, stage.number, config.row_columns, config.row_share)]
@@ -268,7 +268,7 @@ class ChatFormats:
         self.tokenizers: dict[str, PreTrainedTokenizerBase | None] = {}
 
     def get_format(self, stage: Stage) -> "ChatFormat | None":
-        """Return the format that a step trains with; None if its tokenizer is unknown.
+        """Return the format that a step trains with, or None if its tokenizer is unknown.
 
         Raises:
             UserError: there is no tokenizer or no such format, or a model of the step has a
@@ -289,7 +289,7 @@ class ChatFormats:
         return chat
 
     def tokenizer(self, model: FrozenModelConfig) -> "PreTrainedTokenizerBase | None":
-        """Return the tokenizer of a model; None if it has not been downloaded.
+        """Return the tokenizer of a model, or None if it has not been downloaded.
 
         Raises:
             UserError: the model has no tokenizer.

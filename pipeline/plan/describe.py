@@ -48,7 +48,7 @@ ESTIMATE_RANGE = (0.5, 2.5)
 
 
 def estimate_speed(plan: Plan) -> tuple[float, str] | None:
-    """Return a process's estimated speed in FLOP/s and its basis; None if unknown."""
+    """Return a process's estimated speed in FLOP/s and its basis, or None if unknown."""
     share = f"{EFFICIENCY:.0%} of"
     if plan.machine.has_gpu:
         name = plan.request.plan_for or " ".join(gpu.name for gpu in query_gpus())

@@ -287,7 +287,7 @@ def _find_difference(stage: Stage, directory: Path, config: StepConfig, request:
 
 
 def recorded_model(path: str) -> str | None:
-    """Return the model that a run fine-tuned into this one; None if no run produced it."""
+    """Return the model that a run fine-tuned into this one, or None if no run produced it."""
     directory = Path(path).parent if Path(path).name in ("actor", "ema") else Path(path)
     if not path:
         return None

@@ -223,7 +223,7 @@ class Resolver:
         return [*layers, defaults, chosen]
 
     def _responder(self, stage: Stage) -> Stage:
-        """Return the step whose model responds: for a reward model, step 1 if available."""
+        """Return the step that `stage`'s reward model starts from if available, else `stage`."""
         role, origins = stage.main_role, self._available
         if stage.options[role] == "reward" and stage.models[role] in origins:
             return next((s for s in self.stages if s.section == stage.models[role]), stage)
@@ -356,6 +356,6 @@ def _read_preset() -> Layer:
 
 
 def _get_method(stage: Stage, request: Request) -> str | None:
-    """Return the user's method for a step; None if none is named."""
+    """Return the user's method for a step, or None if none is named."""
     named = (name for name in request.method if name in stage.methods or not stage.methods)
     return stage.method or next(named, None)

@@ -17,7 +17,7 @@ ANSWER, THINKING = 1024, 4096
 def default_length(
     model: str, data: DataConfig, *, reserved: int, downloads: bool
 ) -> tuple[int, str] | None:
-    """Return the default response length and a reason; None if `reserved` tokens fill the context.
+    """Return the default response length and a reason, or None if `reserved` fills the context.
 
     The settings of a Hub model are read if they are cached, or if `downloads` is true.
     """

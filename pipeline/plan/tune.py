@@ -50,12 +50,12 @@ WARM_UP = 2
 
 
 def tune(plan: Plan) -> Plan:
-    """Return the plan with the fastest settings found by trials, for each unfinished step.
+    """Return the plan with the fastest settings that trials found for each unfinished step.
 
     Raises:
-        ConfigError: a step rejects its input, or does not fit with any candidate settings.
+        ConfigError: a step rejects its input, or fits in memory with none of the settings tried.
         SystemExit: no trial of a step could be measured, or a scheduler stopped the trials.
-        KeyboardInterrupt: Ctrl-C stopped them.
+        KeyboardInterrupt: Ctrl-C stopped the trials.
     """
     out = plan.request.output_dir / AUTOTUNE
     out.mkdir(parents=True, exist_ok=True)
@@ -159,7 +159,7 @@ class _StepTuner:
         return self.plan.request.output_dir / AUTOTUNE
 
     def _measure(self, settings: Settings) -> float:
-        """Return a trial's tokens per second; 0 if it failed or its settings can't be used.
+        """Return a trial's tokens per second, or 0 if it failed or its settings can't be used.
 
         Raises:
             ConfigError: in the first trial, the step rejects its input.

@@ -114,7 +114,7 @@ class StepResult:
         return self.has("held_out_tokens")
 
     def metric(self, name: str) -> float | None:
-        """Return the evaluation metric `name`; None if it is missing or not finite."""
+        """Return the evaluation metric `name`, or None if it is missing or not finite."""
         return finite(self.eval.get(name))
 
     def has(self, metric: str) -> bool:
@@ -184,7 +184,7 @@ def mean(values: Sequence[float]) -> float:
 
 
 def finite(value: object) -> float | None:
-    """Return `value` as a number; None if it is not a finite number."""
+    """Return `value` as a number, or None if it is not a finite number."""
     if not isinstance(value, int | float) or isinstance(value, bool):
         return None
     return float(value) if math.isfinite(value) else None
@@ -308,7 +308,7 @@ def _read_object(path: Path) -> Mapping[str, object]:
 
 
 def find_chat_model(steps: Mapping[str, StepResult]) -> StepResult | None:
-    """Return the latest finished step with a chat model; None if there is none.
+    """Return the latest finished step with a chat model, or None if there is none.
 
     Of several methods, choose the one whose exported model is best on held-out prompts if all have
     the same metric, otherwise the first.

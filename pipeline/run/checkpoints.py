@@ -110,7 +110,7 @@ class Checkpoints:
         self._saved_at = time.monotonic()
 
     def once(self, name: str, compute: Callable[[], T]) -> T:
-        """Return what `compute` returned at the start of the run; it must be JSON-serializable."""
+        """Call `compute` once per run, and return its result, which checkpoints store as JSON."""
         if name not in self._once:
             self._once[name] = compute()
         return self._once[name]
@@ -133,8 +133,8 @@ class Checkpoints:
     def steps(self, *, should_stop: Callable[[], bool] = lambda: False) -> Iterator[int]:
         """Yield the numbers of the steps to run, until `should_stop()` is true.
 
-        The state is saved after a step if a save is due, and after the last step (which may be
-        followed by a long evaluation) unless `save_every` is null. A collective.
+        All processes must iterate. The state is saved after a step if a save is due, and after the
+        last step (which a long evaluation may follow) unless `save_every` is null.
 
         Raises:
             SystemExit: Ctrl-C or a scheduler's signal stops the run; the state is saved.
@@ -191,7 +191,7 @@ class Checkpoints:
 
         The log and the elapsed time are kept. The next step is the one after the checkpoint;
         later checkpoints are removed. A run that is killed during or after a rollback resumes as if
-        it had not been killed. A collective, called within `steps`.
+        it had not been killed. All processes must call this, within `steps`.
         """
         run = {**self.run.state_dict(), "step": checkpoint.step}
         record = RollbackRecord(self._rollbacks + 1, checkpoint.step, {**parts, "run": run})

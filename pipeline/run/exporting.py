@@ -45,8 +45,8 @@ def export_verified(
 ) -> None:
     """Export `model`, which the engine of `passes` trains, and compare outputs on two short texts.
 
-    A collective. The main process loads the directory with plain `transformers` on the CPU,
-    unless the host has too little memory.
+    All processes must call this. The main process loads the directory with plain `transformers` on
+    the CPU, unless the host has too little memory.
 
     Raises:
         ModelError: the directory can't be loaded, or its outputs differ from the trained model's.
@@ -75,7 +75,7 @@ def export_verified(
 
 
 def _trained_outputs(passes: Passes, batch: TokenBatch, *, labels: int) -> Tensor:
-    """Return log-probabilities (targets,), or class logits (texts, labels). A collective."""
+    """Return log-probabilities (targets,) or class logits (texts, labels). Needs all processes."""
     engine = passes.engine
     is_policy = labels == 0
 

@@ -225,8 +225,8 @@ def _report_failure(plan: Plan, stage: Stage, status: ExitStatus) -> int:
         is_only_method = stage.method is None
         others = "no later step was started" if is_only_method else "the other methods continue"
         print_error(
-            f"{stage.title} diverged, and {others}; the same command with --resume and a smaller"
-            f" --{stage.prefix}.{stage.main_role}.optim.lr restarts it"
+            f"{stage.title} diverged, and {others}; to restart it, run the same command with"
+            f" --resume and a smaller --{stage.prefix}.{stage.main_role}.optim.lr"
         )
         return EXIT_DIVERGED
     if status.code == EXIT_DISK_FULL:  # the step has printed the error

@@ -135,9 +135,10 @@ class Run:
     def log(self, step: int, /, *, tokens: int = 0, **metrics: int | float) -> None:
         """Record that `step` optimizer steps are done, the last one with `tokens` tokens.
 
-        Call it after every step: it updates the progress bar, and after every `log_every`-th step
-        and the last one it writes a line to metrics.jsonl, with `tokens_per_second` since the
-        previous line, excluding evaluations, and the largest process's `memory_gb`. A collective.
+        All processes must call this after every step: it updates the progress bar, and after every
+        `log_every`-th step and the last one it writes a line to metrics.jsonl, with
+        `tokens_per_second` since the previous line, excluding evaluations, and the largest
+        process's `memory_gb`.
         """
         now = time.perf_counter()
         self._seconds_trained += now - self._step_end
@@ -181,7 +182,7 @@ class Run:
         logger.info("%s evaluated at step %d/%d  %s", self.name, step, self.total_steps, shown)
 
     def log_event(self, step: int, name: str, details: Mapping[str, object]) -> None:
-        """Record an event after `step` iterations, for the report only."""
+        """Record an event that occurred after `step` iterations; only the report reads it."""
         if self._metrics is not None:
             self._write(step, {}, {name: details})
 
@@ -276,7 +277,7 @@ def _json_safe(value: object) -> object:
 
 
 def get_training_id(path: str) -> str | None:
-    """Return the id of a model's training run; None if `path` contains no readable result.json.
+    """Return the id of a model's training run, or None if `path` contains no readable result.json.
 
     The id depends on steps, tokens and metrics. Metrics on held-out rows have full precision, so
     only equal weights have equal metrics. Time and settings are left out, so a bitwise repetition

@@ -273,7 +273,7 @@ def exporting_best(
 ) -> Iterator[None]:
     """Export the best weights if training diverges in the `with` block, which is a step's loop.
 
-    `export`, a collective, writes the model. `trained` maps the model's name to its settings.
+    All processes call `export`, which writes the model. `trained` maps its name to its settings.
 
     Raises:
         DivergedError: training diverged; the message says what happened, what is kept and how to
@@ -303,8 +303,8 @@ def check_initial_metrics(path: str | None, metrics: Mapping[str, float]) -> Non
     for name, value in metrics.items():
         if not math.isfinite(value):
             raise ModelError(
-                f"{path}: its {name.replace('_', ' ')} is {value} before any training; its weights"
-                " contain infinity or NaN, or its activations overflow (try precision fp32)"
+                f"{path}: the {name.replace('_', ' ')} is {value} before training; the model's"
+                " weights contain infinities or NaNs, or its activations overflow (try fp32)"
             )
 
 

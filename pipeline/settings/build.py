@@ -137,7 +137,7 @@ def merge(
 
 
 def get_type(config_class: type, name: str) -> object:
-    """Return the type of the setting `name`; None if there is no such setting."""
+    """Return the type of the setting `name`, or None if there is no such setting."""
     head, _, rest = name.partition(".")
     kind = list_kinds(config_class).get(head)
     if kind is None or not rest:

@@ -12,7 +12,7 @@ PAGE = ROOT / "docs" / "deepspeed_chat.md"
 
 
 def deepspeed_chat_hint(name: str) -> str | None:
-    """Return the end of a message about a DeepSpeed-Chat option; None for other names."""
+    """Return the end of a message about a DeepSpeed-Chat option, or None for other names."""
     row = rf"^\| `--{re.escape(name.replace('-', '_'))}` \| (.+) \|$"
     match = re.search(row, PAGE.read_text(encoding="utf-8"), re.MULTILINE)
     if match is None:

@@ -62,7 +62,7 @@ def list_kinds(config_class: type) -> Mapping[str, object]:
 
 
 def get_default(config_class: type, name: str) -> object:
-    """Return the default of a field; None if it has none."""
+    """Return the default of a field, or None if it has none."""
     default = next(_default(field) for field in list_fields(config_class) if field.name == name)
     return None if default is dataclasses.MISSING else default
 
@@ -103,20 +103,20 @@ def did_you_mean(
 
 
 def section_class(kind: object) -> type | None:
-    """Return the dataclass `X` in `X` or `X | None`; None for other types."""
+    """Return the dataclass `X` in `X` or `X | None`, or None for other types."""
     kind = without_none(kind)
     return kind if isinstance(kind, type) and dataclasses.is_dataclass(kind) else None
 
 
 def items_class(kind: object) -> type | None:
-    """Return the dataclass `X` in `tuple[X, ...]`; None for other types."""
+    """Return the dataclass `X` in `tuple[X, ...]`, or None for other types."""
     first, *rest = typing.get_args(kind) or (None,)
     is_list = typing.get_origin(kind) is tuple and rest == [...]
     return section_class(first) if is_list else None
 
 
 def expand_keyword(item_class: type, keyword: object) -> list[Mapping[str, Any]] | None:
-    """Return the list for a keyword in the item class's `PRESETS`; None for other values."""
+    """Return the list for a keyword in the item class's `PRESETS`, or None for other values."""
     presets: Mapping[str, Sequence[Mapping[str, Any]]] = getattr(item_class, "PRESETS", {})
     return list(presets[keyword]) if isinstance(keyword, str) and keyword in presets else None
 

@@ -20,7 +20,7 @@ PROXIES = ("HTTPS_PROXY", "https_proxy", "HTTP_PROXY", "http_proxy", "ALL_PROXY"
 
 
 def cached_file(name: str, file: str) -> str | None:
-    """Return the cached path of a file of the model `name`; None if it is not cached."""
+    """Return the cached path of a file of the model `name`, or None if it is not cached."""
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
@@ -41,7 +41,7 @@ def download_settings(name: str) -> None:
 
 
 def unreachable_reason() -> str | None:
-    """Return why the Hub can't be reached; None if it can be, or if that is unknown.
+    """Return the reason why the Hub can't be reached, or None if it can be or if that is unknown.
 
     It is unknown behind a proxy, and if the user has set the Hub's client to offline mode.
     """

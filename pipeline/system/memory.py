@@ -38,7 +38,7 @@ def control_groups() -> list[Path]:
 
 
 def _available_in(group: Path) -> int | None:
-    """Return the bytes left below a control group's limit; None if it has no limit."""
+    """Return the bytes left below a control group's limit, or None if it has no limit."""
     for limit_file, usage_file in LIMIT_FILES:
         limit, usage = _read(group / limit_file), _read(group / usage_file)
         if limit.isdigit() and usage.isdigit():

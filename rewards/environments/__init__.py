@@ -1,1 +1,1 @@
-"""Environments, which respond to a model's turns and reward it, in worker processes."""
+"""Environments, which respond to a model's turns and reward them, in worker processes."""

@@ -110,7 +110,7 @@ class EnvironmentPool:
         self._pending[call_id] = call.episode
 
     def receive(self, *, wait: bool) -> list[CallResult]:
-        """Return the results that have arrived since the last call; with `wait`, at least one.
+        """Return the results received since the last call; with `wait`, block until there is one.
 
         Raises:
             RewardError: the workers' supervisor has exited.
@@ -152,7 +152,7 @@ class _EnvironmentWorker:
     def __call__(
         self, call: _EnvironmentCall, restart_deadline: Callable[[], None]
     ) -> tuple[Message, ...] | EnvironmentReward | None:
-        """Run a call; first replay an episode that isn't here, with the full deadline per step."""
+        """Run a call; if its episode isn't here, first replay it, with a full deadline per step."""
         try:
             if call.method == "reset":
                 return parse_messages("reset", self._reset(call))

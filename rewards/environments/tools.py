@@ -3,11 +3,10 @@
 A response calls tools with JSON objects: `<tool_call>{"name": "add", "arguments": {"a": 1, "b":
 2}}</tool_call>`. The next user turn contains the results in the same order, each in
 `<tool_response>...</tool_response>`. A response without a call ends the episode. An invalid call,
-or one whose tool raises ValueError, is answered with the error message; any other exception fails
-the episode.
+or a tool that raises ValueError, yields an error message; other exceptions fail the episode.
 
 The class has the interface of TRL's trainers: `reset(**row)`, whose returned text, if any, is added
-to the last user turn; methods with types and docstrings; `get_reward()` or `reward`.
+to the last user turn; methods with type annotations and docstrings; `get_reward()` or `reward`.
 """
 
 import inspect
@@ -34,7 +33,7 @@ empty one omits it."""
 
 
 class ToolEnvironment:
-    """An object of a user's tool class, run in turns."""
+    """An environment that wraps an object of a user's tool class."""
 
     def __init__(self, instance: object) -> None:
         self._instance: Any = instance
@@ -65,7 +64,7 @@ class ToolEnvironment:
         return [*earlier, last]
 
     def step(self, response: str) -> list[Message] | None:
-        """Return the results of the calls in a response; None if it contains no call."""
+        """Return the results of the calls in a response, or None if it contains no call."""
         results = [self._run_call(text) for text in _CALL_PATTERN.findall(response)]
         if not results:
             return None
@@ -118,7 +117,7 @@ def find_tools(cls: type) -> dict[str, Callable[..., object]]:
             raise TypeError(f"the tool {name} needs a docstring, which describes it to the model")
         for argument in arguments:
             if argument.annotation is argument.empty:
-                raise TypeError(f"the tool {name} has an argument without a type: {argument.name}")
+                raise TypeError(f"argument {argument.name} of tool {name} has no type annotation")
     return tools
 
 
@@ -130,7 +129,7 @@ def describe_tool(tool: Callable[..., object]) -> str:
 def argument_error(
     tool: Callable[..., object], arguments: object, hints: Mapping[str, Any]
 ) -> str | None:
-    """Return the reason why a tool can't be called with these arguments; None if it can."""
+    """Return the reason why a tool can't be called with these arguments, or None if it can."""
     if not isinstance(arguments, dict):
         return f'"arguments" must be an object, got {json.dumps(arguments)}'
     signature = inspect.signature(tool)

@@ -25,7 +25,7 @@ def average_ranks(values: Float[Tensor, " N"]) -> Float[Tensor, " N"]:
 
 
 def spearman(first_values: Float[Tensor, " N"], second_values: Float[Tensor, " N"]) -> float:
-    """Compute Spearman's rank correlation; 0 if either variable is constant."""
+    """Compute Spearman's rank correlation, or 0 if either variable is constant."""
     first, second = (average_ranks(values) for values in (first_values, second_values))
     first, second = first - first.mean(), second - second.mean()
     norm = math.sqrt((first.square().sum() * second.square().sum()).item())

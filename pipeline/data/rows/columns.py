@@ -1,4 +1,4 @@
-"""Columns of a row: turns in the common forms of chat data, labels and ties."""
+"""Read the columns of a row: labels, ties, and turns in common chat formats."""
 
 import json
 import math
@@ -56,7 +56,7 @@ _TURNS_AS_TEXT = re.compile(
 
 
 def parse_dialogue(text: str) -> Turns | None:
-    """Return the turns of a "Human: ... Assistant: ..." text; None for other texts.
+    """Return the turns of a "Human: ... Assistant: ..." text, or None for other texts.
 
     An empty "Assistant:" at the end only prompts for the response and is not a turn; if the text
     ends this way, it may begin with a system message.
@@ -240,7 +240,7 @@ def _parse_turn(row: Row, name: str, item: object) -> Message:
 
 
 def _parse_calls(row: Row, turn: dict[str, Any], role: str) -> tuple[list[Any], dict[str, Any]]:
-    """Return a turn's tool calls, in the format of `tool_calls`, and the turn with text content."""
+    """Return a turn's calls, in chat templates' format, and the turn, whose text may be empty."""
     values = [turn[key] for key in _CALL_KEYS if turn.get(key)]
     if role in _CALL_KEYS:
         values, turn = [turn.get("content", turn.get("value"))], {**turn, "content": ""}
@@ -263,7 +263,7 @@ def _parse_calls(row: Row, turn: dict[str, Any], role: str) -> tuple[list[Any], 
 
 
 def _get_function(value: Any) -> dict[str, Any]:  # noqa: ANN401
-    """Return the entry `function` of a tool or call, or else the value; {} if not an object."""
+    """Return the `function` of a tool or call, or else the value; {} if that is not an object."""
     function = value.get("function", value) if isinstance(value, dict) else None
     return function if isinstance(function, dict) else {}
 
@@ -300,7 +300,7 @@ def _drop_nulls(value: object) -> Any:  # noqa: ANN401
 
 
 def _content_and_reasoning(turn: Mapping[str, Any]) -> tuple[str | None, str | None]:
-    """Return a turn's content and reasoning, joined from typed parts if any; None if not text."""
+    """Return a turn's content and reasoning, joined from any typed parts, or None if not text."""
     content = turn.get("content", turn.get("value"))
     reasoning = next((turn[key] for key in REASONING if turn.get(key)), "")
     if isinstance(content, list):
@@ -359,7 +359,7 @@ def read_response(row: Row, name: str, prompt: Turns) -> Turns:
 
 
 def read_dialogue(row: Row, name: str) -> Turns | None:
-    """Return the full dialogue in a column; None if the column has only a response."""
+    """Return the full dialogue in a column, or None if the column has only a response."""
     if _turn_items(row, name) is not None:
         turns = read_turns(row, name)
         return turns if turns and turns[0].role != "assistant" else None
@@ -375,7 +375,7 @@ def label_column(columns: Mapping[str, Any]) -> str:
 
 
 def read_label(row: Row) -> Label | None:
-    """Return the row's label; None if it has none.
+    """Return the row's label, or None if it has none.
 
     Text that is a number, true or false is converted, because CSV files contain only text.
 

@@ -47,7 +47,7 @@ class NamedSet:
 
 
 def named_set(name: str) -> NamedSet | None:
-    """Return the set that is called `name`, or whose name ends the path `name`; None if unknown."""
+    """Return the data set whose name is or ends the path `name`, or None if there is none."""
     parts = name.replace("\\", "/").rstrip("/").split("/")
     return NAMED.get("/".join(parts[-2:])) or NAMED.get(parts[-1])
 
@@ -55,7 +55,7 @@ def named_set(name: str) -> NamedSet | None:
 def _pair(
     prompt: str | Turns | None, chosen: str | None, rejected: str | None = None
 ) -> Example | None:
-    """Return an example of stripped texts; None if the prompt or a response is missing or empty."""
+    """Return an example of stripped texts, or None if the prompt or a response has no text."""
     turns = _user(prompt) if isinstance(prompt, str) else prompt
     if not turns or turns[-1].role != "user" or not turns[-1].content:
         return None

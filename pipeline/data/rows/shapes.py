@@ -128,7 +128,7 @@ def _read_stepwise(row: Row, name: str) -> Example:
 
 
 def _parse_step_label(row: Row, value: Any) -> float | None:  # noqa: ANN401
-    """Return the correctness of a step, from 0 to 1; None if unknown."""
+    """Return the correctness of a step, from 0 to 1, or None if unknown."""
     if value is None:
         return None
     if not (isinstance(value, int | float) and math.isfinite(value) and 0 <= value <= 1):
@@ -293,7 +293,7 @@ def read_row(
     *,
     kept: RowColumns | None = None,
 ) -> Example | None:
-    """Return the example in `row`; None if the row is skipped, for example for lack of an answer.
+    """Return the example in `row`, or None if the row is skipped (for lack of an answer, say).
 
     `fields` maps our names of columns to the row's, as in `{"prompt": "question"}`. `stats` records
     the columns that are read, or why the row is skipped; `extra` gets the columns in `kept`.
@@ -353,7 +353,7 @@ def _read_shape(shape: RowShape, row: Row, stats: ReadStats, kept: RowColumns) -
 
 
 def _read_margin(row: Row) -> float | None:
-    """Return `margin`, or else score_chosen - score_rejected; None if the row has neither."""
+    """Return `margin`, or else score_chosen - score_rejected, or None if the row has neither."""
     margin, chosen, rejected = (
         read_number(row, name) if name in row.columns else None for name in _MARGIN_COLUMNS
     )

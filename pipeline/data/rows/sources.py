@@ -178,7 +178,7 @@ def is_local_jsonfile(name: str) -> bool:
 
 
 def split_name(name: str) -> tuple[str, str | None]:
-    """Parse "owner/name@train_sft" as `("owner/name", "train_sft")`; None if no split is named."""
+    """Parse "owner/name@train" as `("owner/name", "train")`, with None if no split is named."""
     match = _SPLIT.fullmatch(name)
     if match is None or Path(name).expanduser().exists():
         return name, None
@@ -246,9 +246,9 @@ def split_answers(row: Row) -> list[Row]:
             rows.append(Row({**columns, **added}, row.origin))
     except (TypeError, ValueError, OverflowError):
         raise DataError(
-            f"{row.origin}: {', '.join(_ANSWER_COLUMNS)} must be lists with an item per answer, as"
-            " `inference.generate --top-logprobs` writes them: distinct token ids, and"
-            " log-probabilities whose exponentials sum to at most 1"
+            f"{row.origin}: {', '.join(_ANSWER_COLUMNS)} must be lists with one item per answer, as"
+            " written by `inference.generate --top-logprobs`; the top tokens of a position must be"
+            " distinct, and their probabilities must sum to at most 1"
         ) from None
     return rows
 

@@ -103,7 +103,7 @@ def load_examples(
     on. Columns in `kept` are kept in `extra`; `share` replaces the step's default choice of rows.
 
     Raises:
-        DataError: a path, row, split or setting leaves the step without usable rows.
+        DataError: a path, row, split or setting is invalid, or leaves the step without usable rows.
     """
     earlier = earlier or PromptRecord()
     kept = kept or RowColumns()
@@ -462,7 +462,7 @@ def draw_held_out(prompts: Collection[int], *, fraction: float, seed: int) -> se
 def assign_step(
     prompt: int, steps: Iterable[int], *, split: Sequence[float], seed: int
 ) -> int | None:
-    """Return which of `steps` gets the prompt, in proportion to `split`; None if all shares are 0.
+    """Return which of `steps` gets the prompt, by their shares in `split`, or None if all are 0.
 
     Weighted rendezvous hashing (Schindelhauer & Schomaker 2005): each step draws an exponential
     variate whose rate is its share, and the smallest wins. If a step is removed from `steps` or its

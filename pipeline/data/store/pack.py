@@ -293,7 +293,7 @@ def _read_lines(piece: Piece) -> Iterator[bytes]:
 
 
 def _parse_text(line: bytes, piece: Piece, field: str) -> str | None:
-    """Return the text of a line; None if it is empty. Raise ValueError for a bad row."""
+    """Return the text of a line, or None if it is empty. Raise ValueError for a bad row."""
     if line.startswith(b"\xef\xbb\xbf") and piece.start == 0:
         line = line[3:]
     if not line.strip():

@@ -45,7 +45,7 @@ class StoredFragment:
         return -(-self.stop // self.columns.width) * self.columns.stride
 
     def overlap(self, start: int, stop: int) -> int:
-        """Return how many of its elements are in [`start`, `stop`) of the tensor; 0 for columns."""
+        """Return how many elements are in [`start`, `stop`) of the tensor, or 0 for columns."""
         return max(0, min(stop, self.stop) - max(start, self.start)) if not self.columns else 0
 
 
@@ -116,7 +116,7 @@ class Checkpoint:
         return self._find_fragments(key)[0].dtype
 
     def read(self, key: str, start: int, out: Tensor) -> None:
-        """Fill the flat tensor `out` with elements from index `start`, converted to its dtype.
+        """Fill the 1-D `out` with elements of `key` from index `start`, converted to `out.dtype`.
 
         Raises:
             CheckpointError: elements are missing, or a file can't be read.

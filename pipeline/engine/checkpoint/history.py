@@ -44,9 +44,9 @@ def list_candidates(root: Path) -> list[Path]:
 def find_newest_valid(
     root: Path, world: Group, *, list_paths: Callable[[Path], Sequence[Path]] = list_candidates
 ) -> Checkpoint | None:
-    """Return the first checkpoint that all processes find valid; None if there are no checkpoints.
+    """Return the first checkpoint that all processes find valid, or None if there are none at all.
 
-    A collective, in which each process verifies some of the files. `list_paths` lists the
+    All processes must call this; each verifies some of the files. `list_paths` lists the
     directories to try; the first process's list is used.
 
     Raises:

@@ -129,7 +129,7 @@ def frozen_fragments(engine: Engine, prefix: str) -> Iterator[Fragment]:
 
 
 def describe(engine: Engine) -> dict[str, Any]:
-    """Return the state without tensors, JSON-serializable and equal on all ranks. A collective."""
+    """Return the state without tensors, as JSON equal on all ranks; all processes must call it."""
     local = {
         "steps": engine.steps,
         "skipped_in_a_row": engine.skipped_in_a_row,
@@ -159,7 +159,7 @@ def merge_descriptions(descriptions: Sequence[dict[str, Any]]) -> dict[str, Any]
 
 @torch.no_grad()
 def load(engine: Engine, prefix: str, checkpoint: Checkpoint, described: Mapping[str, Any]) -> None:
-    """Load an engine's state, for which `describe` returned `described`. A collective.
+    """Load an engine's state, given the result of `describe`; all processes must call this.
 
     Raises:
         CheckpointError: the state is from a different model, or can't be read.

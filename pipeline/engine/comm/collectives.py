@@ -243,7 +243,7 @@ class GradientCopies:
         self._pending: deque[tuple[torch.cuda.Event, Tensor]] = deque()
 
     def start(self, gradient: Tensor, work: Callable[[], object]) -> torch.cuda.Event:
-        """Run `work`, which reads `gradient`, on the side stream; return an event that follows it.
+        """Run `work`, which reads `gradient`, on the side stream, and record and return an event.
 
         If too many copies are pending, the compute stream, not the host, waits for the oldest.
         """

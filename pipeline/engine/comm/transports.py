@@ -74,7 +74,7 @@ class SharedMemoryCollectives(GroupCollectives):
 
 
 def can_share_memory(group: Group) -> bool:
-    """Return whether every process can map the memory of every other process. A collective."""
+    """Return whether processes can map each other's memory; all processes must call this."""
     if not hasattr(os, "memfd_create"):  # only Linux has it
         return False
     token = f"{os.getpid()}-{time.time_ns()}".encode()

@@ -1,8 +1,8 @@
-"""Gradients between autograd and the optimizer: buffers, sums, their norm and the loss scale.
+"""Gradients between autograd and the optimizer: buffers, sums, the norm and the loss scale.
 
 The global norm is bitwise identical for any number of processes that divides CHUNKS: each vector is
-divided into CHUNKS equal chunks, each of which is on one process. That process sums the chunk's
-squares, by the same code at the same length, and one exact all-reduce combines the chunks.
+divided into CHUNKS equal chunks. One process sums the squares of a chunk's elements, with the same
+code on the same number of elements, and one exact all-reduce adds up the sums.
 """
 
 import math
@@ -80,7 +80,7 @@ class RunningSum:
         """Do nothing: every addition is final."""
 
     def finish(self) -> Tensor:
-        """Return the sum over all micro-batches, complete on the host; zeros if there were none."""
+        """Return the sum over all micro-batches (zeros if none), complete on the host."""
         self._wait()
         if self.is_empty:
             self.total.zero_()
@@ -129,7 +129,7 @@ class TreeSum:
         self._levels.append((level, value))
 
     def finish(self) -> Tensor:
-        """Return the sum over micro-batches, adding small sums first; zeros if there were none."""
+        """Return the sum over micro-batches (zeros if none), adding small sums first."""
         self.end_micro_batch()
         if not self._levels:
             return self._create().zero_()
@@ -307,7 +307,7 @@ def _sum_of_squares(values: Float[Tensor, " n"], scratch: Float[Tensor, " b"]) -
 
 @dataclass
 class LossScaler:
-    """Dynamic loss scale, against underflow of fp16 gradients (Micikevicius et al. 2018, 3.2).
+    """Dynamic loss scale for fp16 gradients (Micikevicius et al. 2018, section 3.2).
 
     A step whose gradients overflow is skipped and costs one of `hysteresis` tokens; when only one
     is left, every overflow halves the scale. Every `loss_scale_window` good steps in a row, not

@@ -93,7 +93,7 @@ def mark_partial(param: Tensor) -> None:
 
 
 def get_shard(param: Tensor) -> ParamShard | None:
-    """Return a shard's position in its full parameter; None if the parameter isn't sharded."""
+    """Return a shard's position in its full parameter, or None if the parameter isn't sharded."""
     return getattr(param, _SHARD, None)
 
 
@@ -121,7 +121,7 @@ def reduce_gradient(
 ) -> Float[Tensor, " n"]:
     """Complete a gradient by adding the other processes' gradients of the same elements.
 
-    A collective. Sums are trees in rank order, bitwise identical on all processes.
+    All processes must call this. Sums are trees in rank order, bitwise identical on all processes.
     """
     if group.size == 1 or role in ("replicated", "sharded"):
         return gradient

@@ -199,7 +199,7 @@ def quantized_linear(
     dtype: torch.dtype,
     transposed: bool,  # noqa: FBT001  # operators have positional arguments
 ) -> Tensor:
-    """Compute x W^T + b as one operator: a recorded decoding pass keeps each operator's result."""
+    """Compute x W^T + b as one operator, whose dequantized weight a recorded pass doesn't keep."""
     packed = {CODES: codes, SCALES: scales}
     weight = dequantize(packed, torch.Size(shape), cast("Scheme", scheme), dtype)
     return F.linear(x, weight.T if transposed else weight, bias)

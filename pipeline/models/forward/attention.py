@@ -399,7 +399,7 @@ def attend_without_grad(
 def causal_mask(
     num_queries: int, num_keys: int, sliding_window: int | None, device: torch.device
 ) -> Bool[Tensor, "T M"] | None:
-    """Return the mask for the last T of M tokens, True to attend; None if `is_causal` suffices."""
+    """Return the mask of the last T of M tokens (True: attend), or None if `is_causal` suffices."""
     if num_queries == num_keys and (sliding_window is None or num_keys <= sliding_window):
         return None
     positions = torch.arange(num_keys - num_queries, num_keys, device=device)

@@ -232,7 +232,7 @@ def detect_batching(model: PreTrainedModel) -> Batching:
 
 
 def find_unsupported_attention(model: PreTrainedModel) -> str | None:
-    """Return a reason why layers are not plain causal attention; None if none is known."""
+    """Return a reason why layers are not plain causal attention, or None if none is known."""
     settings = model.config.get_text_config()
     layers = set(getattr(settings, "layer_types", None) or ())
     others = ", ".join(sorted(layers - {"full_attention", "sliding_attention"}))

@@ -36,7 +36,7 @@ def head_input(head: nn.Module | None, hidden: Tensor) -> Tensor:
 
 
 def get_vocab_shard(head: nn.Module | None) -> VocabularyShard | None:
-    """Return the vocabulary range of an output layer; None if it is not sharded."""
+    """Return the vocabulary range of an output layer, or None if it is not sharded."""
     return getattr(head, _VOCAB_SHARD, None)
 
 

@@ -168,8 +168,8 @@ def check_weights(directory: Path, *, allow_pickle: bool = False) -> None:
         if not allow_pickle:
             raise ModelError(
                 f"{directory} stores its weights as {pickled[0].name}, a pickle that can run code;"
-                " save the model as safetensors (save_pretrained does), or set allow_pickle true"
-                " if you trust its source"
+                " save the model as safetensors (save_pretrained does), or, if you trust its"
+                " source, set allow_pickle to true"
             )
     elif not stored_tensors(directory):
         raise ModelError(f"{directory} has no weights: its safetensors files are empty")

@@ -182,9 +182,9 @@ def export(
     When the call returns, the files are on disk, with this user's default permissions.
 
     With LoRA, the directory contains the merged model and, in `adapter/`, peft's adapter. The
-    trained model is not modified. A collective: the main process writes, and no process returns
-    before the files exist. `weights`, such as an engine, gathers parameters one unit at a time;
-    without it, all parameters must be in place.
+    trained model is not modified. All processes must call this: the main process writes, and none
+    returns before the files exist. `weights`, such as an engine, gathers parameters one unit at a
+    time; without it, all parameters must be in place.
     """
     plain, mesh = base_model(model), current_mesh()
     named = named_weights(plain, weights)
@@ -253,7 +253,7 @@ class _Unsharder:
         self._parts = {name: get_shard(tensor) for name, tensor in state.items()}
 
     def unshard(self, name: str, tensor: Tensor) -> Tensor:
-        """Return the full tensor of this name. A collective of the group."""
+        """Return the full tensor of this name; all processes of the group must call this."""
         part = self._parts.get(name)
         if part is None:
             return tensor

@@ -126,8 +126,8 @@ def load_causal_lm(
     if not detect_batching(model).causal:
         raise ModelError(
             f"{path} is not a causal language model: the outputs of {model.config.model_type}"
-            " depend on later tokens; use another model, or set is_decoder true in its config.json"
-            " if it was trained to generate"
+            " depend on later tokens; use another model or, if this one was trained to generate,"
+            " set is_decoder to true in its config.json"
         )
     return _prepare(model, config, device, defer=defer)
 
@@ -239,7 +239,7 @@ HUB_NAME = re.compile(r"[\w][\w.-]*(/[\w.-]+)?")
 
 
 def local_directory(path: str) -> Path | None:
-    """Return a model's local path; None if it does not exist and may be a Hub name."""
+    """Return a model's local path, or None if it does not exist and may be a Hub name."""
     local = Path(path).expanduser()
     return None if HUB_NAME.fullmatch(path) and not local.exists() else local
 

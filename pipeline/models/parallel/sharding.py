@@ -187,7 +187,7 @@ class TensorShards:
     def spec(
         self, owner: str, leaf: str, shape: torch.Size, *, rank: int | None = None
     ) -> ShardSpec | None:
-        """Return a process's shard of a weight with this full shape; None if it isn't sharded.
+        """Return a process's shard of a weight with this full shape, or None if it isn't sharded.
 
         `owner` may be a matrix of an adapter: B is sharded like the outputs, A like the inputs.
         `rank` is the process's rank in the group; the default is this process.
@@ -266,7 +266,7 @@ def unwrap_lora(module: nn.Module) -> nn.Module:
 
 
 def can_shard(model: PreTrainedModel, size: int) -> bool:
-    """Return whether `size` processes can shard a model; quantized weights can't be sharded."""
+    """Return whether a model can be sharded across `size` processes; quantized weights can't be."""
     try:
         layers = TensorShards(model, Group(0, tuple(range(size))))
         for name in layers.styles:

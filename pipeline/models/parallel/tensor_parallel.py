@@ -133,7 +133,7 @@ class SequenceParallel:
 
 
 def unsupported_reason(plain: PreTrainedModel, size: int) -> str | None:
-    """Return the reason why tokens can't be sharded over `size` processes; None if they can."""
+    """Return the reason why tokens can't be sharded over `size` processes, or None if they can."""
     family = plain.config.model_type
     settings = plain.config.get_text_config()
     others = sorted(set(getattr(settings, "layer_types", None) or ()) - set(ATTENTION_TYPES))
@@ -176,7 +176,7 @@ def find_mismatch(
 ) -> str | None:
     """Compare a small sharded model of a family with a full one; return a reason to reject it.
 
-    A collective of the group, with the same result on all processes. `model` is a full one;
+    All processes of the group must call this; the result is the same on all. `model` is a full one;
     `shards_tables` and `sequence` say whether embedding and output layer, and hidden states, are
     sharded.
     """
@@ -228,7 +228,7 @@ PARTIAL = "replicated_with_grad_allreduce"
 
 
 def shard_layers(model: nn.Module, group: Group, *, sequence: bool) -> None:
-    """Keep only this process's shard of each layer of a model. A collective.
+    """Keep only this process's shard of each layer of a model; all processes must call this.
 
     Parameters keep their names. If weights are memory-mapped, only the shards are read. With
     `sequence`, hidden states between layers are sharded by tokens if the family allows it.

@@ -61,8 +61,8 @@ def test_diverged_method_is_reported_and_the_others_run(
     assert exit_info.value.code == 80
     assert printed.err.splitlines() == [
         "error: the loss is not finite",
-        "step 3 (ppo) diverged, and the other methods continue; the same command with --resume and"
-        " a smaller --methods.ppo.actor.optim.lr restarts it",
+        "step 3 (ppo) diverged, and the other methods continue; to restart it, run the same command"
+        " with --resume and a smaller --methods.ppo.actor.optim.lr",
         "not finished: ppo; retry with the same command and --resume",
     ]
     assert (tmp_path / "step3_rloo" / "result.json").is_file()
