@@ -64,7 +64,7 @@ class RewardedResponses:
     """A critic's value of the state before each token; None without a critic."""
 
     group_size: int
-    """Responses per prompt."""
+    """Number of responses per prompt."""
 
     gamma: float
     """Discount per token."""

@@ -39,7 +39,7 @@ ENVIRONMENT_DELAY_STEPS = 8
 class EpisodeResponse(Response):
     """A response of several turns; `ids` and `logprobs` cover only the actor's tokens.
 
-    `stopped` is whether the environment ended it.
+    `stopped` is true if the environment ended the episode.
     """
 
     sequence: Encoded = field(default_factory=lambda: Encoded.untrained([]))
@@ -111,7 +111,7 @@ def run_episodes(
         temperature: sampling temperature; 0 is greedy.
         seed: seed of sampling and of the environments.
         keys: each episode's key for sampling.
-        group_size: episodes per group, whose environments have equal seeds.
+        group_size: number of episodes per group, whose environments have equal seeds.
         on_response: called with (prompt index, episode) as each episode ends.
 
     Raises:
@@ -368,7 +368,7 @@ def run_shared_episodes(
 ) -> list[EpisodeResponse]:
     """Call `run_episodes` on one process, or divide the prompts among the model's processes.
 
-    With several processes, all must make this call; `on_response` is then called at the end.
+    If the model has several processes, all must call this, and `on_response` is called at the end.
     """
     model_group = current_mesh().model_parallel.untracked
     starts = range(0, len(prompts), group_size)

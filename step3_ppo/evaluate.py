@@ -1,4 +1,4 @@
-"""Evaluation on held-out prompts: of the initial, the current and the exported actor."""
+"""Evaluation of the initial, current and exported actor on held-out prompts."""
 
 import logging
 import math

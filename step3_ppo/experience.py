@@ -140,7 +140,7 @@ class Rollout:
     """Importance weights of the tokens; None without a correction."""
 
     group_size: int = 1
-    """Responses per prompt; these are adjacent."""
+    """Number of responses per prompt; these are adjacent."""
 
     kl_coef: float = 0.0
     """Weight of the KL penalty in the loss; 0 if it is in the reward."""
@@ -375,7 +375,7 @@ def apply_overlong(
     stopped: Bool[Tensor, " B"],
     config: PPOConfig,
 ) -> tuple[Float[Tensor, " B"], Bool[Tensor, " B"]]:
-    """Add overlong penalties (DAPO, 3.4); return rewards and whether each response is counted."""
+    """Add DAPO's overlong penalties (section 3.4); return rewards, and whether responses count."""
     if config.overlong_buffer > 0:
         penalty = overlong_penalty(
             lengths.to(reward_score.dtype),

@@ -66,7 +66,7 @@ def value_loss(
     """Return half the larger of the clipped and unclipped squared errors, summed over tokens.
 
     The clipped value stays within `clip` of `old_values`, the critic's estimate at rollout time.
-    Tokens for which `counted` is 0 add nothing.
+    Tokens for which `counted` is 0 contribute nothing.
     """
     error = (values - returns).square()
     if clip is not None:
@@ -197,7 +197,7 @@ def response_means(values: Float[Tensor, " K"], mask: Bool[Tensor, "B T"]) -> Fl
 def has_no_gradient(
     ratio: Float[Tensor, " K"], advantages: Float[Tensor, " K"], region: TrustRegion
 ) -> Bool[Tensor, " K"]:
-    """Return whether `clipped_surrogate` gives a token no gradient: its ratio is out of bounds."""
+    """Return whether a token's ratio is out of bounds, so that its gradient is 0 when clipped."""
     clipped = (advantages > 0) & (ratio > 1 + region.clip_high)
     clipped |= (advantages < 0) & (ratio < 1 - region.clip)
     if region.dual_clip is not None:
@@ -207,7 +207,7 @@ def has_no_gradient(
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """A policy loss, and the ratio of new to old policy that it is computed from."""
+    """A policy loss, and the ratio of new to old policy from which it is computed."""
 
     losses: Callable[..., Float[Tensor, " K"]]
     """Loss of each token, as a function of (ratio, logprobs, advantages, region)."""

@@ -60,7 +60,7 @@ logger = logging.getLogger(__name__)
 
 
 def join_response(prompt: Sequence[int], response: Response) -> Encoded:
-    """Join a prompt and its response; only the actor's tokens are trained."""
+    """Join a prompt and its response; only the actor's tokens are trained on."""
     if isinstance(response, EpisodeResponse):
         return response.sequence
     trained = [False] * len(prompt) + [True] * len(response.ids)
@@ -163,7 +163,8 @@ class Reference:
 
     def __init__(self, engine: Engine | FrozenEngine, passes: ForwardPasses) -> None:
         self.engine = engine
-        """The actor's engine if the reference is the actor without its adapter, or else its own."""
+        """The actor's engine if the reference is the actor without its adapter, otherwise
+        another."""
         self.passes = passes
         """Runs the reference's forward passes."""
 
@@ -205,7 +206,7 @@ class Critic(nn.Module):
 
 
 class CriticStage(nn.Module):
-    """A stage of the critic other than the last; its parameters have the critic's names."""
+    """A pipeline stage of the critic other than the last; parameters have the critic's names."""
 
     def __init__(self, stage: StageModule) -> None:
         super().__init__()
@@ -335,7 +336,7 @@ def load_models(
 def load_critic(
     config: PPOConfig, tokenizer: PreTrainedTokenizerBase, *, total_steps: int
 ) -> Passes | None:
-    """Return the passes of the critic, in a pipeline of its local stage, or None without a critic.
+    """Return the passes of the critic (of its local stage in a pipeline), or None without one.
 
     If the reward model has several labels, all weights except those of the head are used, and the
     head is initialized randomly.
@@ -370,7 +371,8 @@ def load_reward(config: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> Reward
     """Load the reward model, if any; if its chat format differs from the actor's, it reads text.
 
     Raises:
-        ModelError: its tokenizer differs and it has no chat template, or its labels have no values.
+        ModelError: the model has a different tokenizer and no chat template, or its labels have no
+            values.
         ConfigError: prompt and response may exceed the model's context.
     """
     if not config.uses_reward_model:

@@ -83,7 +83,7 @@ class Prompts:
     """Fingerprint of the training prompts' rows."""
 
     group_size: int
-    """Responses per prompt."""
+    """Number of responses per prompt."""
 
     record: PromptRecord
     """Prompts that this step and earlier steps train on or hold out."""

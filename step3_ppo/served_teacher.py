@@ -101,8 +101,8 @@ class ServedTeacher:
             return endpoint.post(body)
         except EndpointError as error:
             raise ModelError(
-                f"the teacher gave no log-probabilities: {error}; --resume continues from the last"
-                " checkpoint"
+                f"the teacher gave no log-probabilities: {error}; run the same command with"
+                " --resume to continue from the last checkpoint"
             ) from None
 
 

@@ -202,7 +202,7 @@ MIN_CORRELATION = 0.5
 def fit_values(
     experience: Experience, rewards: ResponseRewards, config: PPOConfig, *, kl_coef: float
 ) -> tuple[float, float]:
-    """Return slope and intercept of a line that predicts returns from the critic's values.
+    """Return the slope and intercept of a line that predicts returns from the critic's values.
 
     A reward model is not trained to score intermediate tokens, so a constant predicts returns
     better than its scores do (Yuan et al. 2025, arXiv:2503.01491). The line is fitted by least
@@ -250,7 +250,7 @@ def update_minibatch(
     ptx: PtxStream | None,
     forward: ForwardPass | None = None,
 ) -> Update:
-    """Take an optimizer step of each trained model on this process's `rows` of a minibatch.
+    """Take an optimizer step with each trained model on this process's `rows` of a minibatch.
 
     A token's weight does not depend on its process or micro-batch. `forward` is the scoring pass
     over these rows, if the models have not changed since. With `target_kl`, no step is taken if the
