@@ -1,4 +1,4 @@
-"""Held-out prompts, answered by the trained model and by the base model."""
+"""Held-out prompts, and the responses of the trained model and the base model."""
 
 import json
 import logging

@@ -60,7 +60,7 @@ RELATIONS = ("at least", "less than")
 
 
 def satisfies(count: int, relation: str, bound: int) -> bool:
-    """Return whether a count is in the relation, "at least" or "less than", to a bound."""
+    """Return whether a count satisfies `relation`, "at least" or "less than", to a bound."""
     return count >= bound if relation == "at least" else count < bound
 
 

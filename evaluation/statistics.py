@@ -18,7 +18,7 @@ def standard_error(values: Float[Tensor, " B"], *, group_size: int) -> float:
 
     Args:
         values: value of each response; NaN if unknown.
-        group_size: responses per prompt.
+        group_size: number of responses per prompt.
     """
     grouped = values.double().view(-1, group_size)
     known = ~grouped.isnan()

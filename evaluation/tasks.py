@@ -43,7 +43,7 @@ def read_gsm8k(options: ReadOptions) -> list[Question]:
         answer = str(get_column(row, "answer"))
         if gold_answer(answer) is None:
             raise DataError(
-                f"{row.origin}: its answer has no number after ####; GSM8K's answers end with one"
+                f"{row.origin}: the answer must end with #### and a number, as GSM8K's answers do"
             )
         questions.append(Question((*demonstrations, make_turn(row)), {"answer": answer}))
     return questions

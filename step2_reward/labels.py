@@ -1,4 +1,4 @@
-"""Labels of step 2: their settings, their kinds, and their classes or moments in the data."""
+"""Labels of step 2: settings, kinds, and the data's classes or mean and standard deviation."""
 
 import logging
 import math
@@ -214,7 +214,8 @@ def resolve_labels(
         if right in (0, len(labels)):
             raise DataError(
                 f"all {len(labels)} labeled steps of the training rows are"
-                f" {'right' if right else 'wrong'}; a step-level reward model needs some of each"
+                f" {'right' if right else 'wrong'}; add rows with {'wrong' if right else 'right'}"
+                " steps"
             )
     if kind == "scalar":
         return _resolve_numbers(loss, train, held_out)

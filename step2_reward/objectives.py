@@ -105,7 +105,7 @@ class Objective(ABC):
         """Settings of the step, including those of the loss."""
 
     def make_fit_check(self, chat: ChatFormat, config: RewardConfig) -> FitCheck[Example]:
-        """Return the check that a row's sequences still differ after truncation.
+        """Return a function that checks whether a row's sequences still differ after truncation.
 
         Raises:
             DataError: the chat format does not support such rows.
@@ -256,7 +256,7 @@ class StepObjective(Objective):
         return self._separators
 
     def make_fit_check(self, chat: ChatFormat, config: RewardConfig) -> FitCheck[Example]:
-        """Return the check that rows still have labeled steps after truncation."""
+        """Return a function that checks whether rows still have labeled steps after truncation."""
         limit, separators = config.data.max_length, self.separators(chat)
 
         def fit(examples: Sequence[Example]) -> list[RowFit]:

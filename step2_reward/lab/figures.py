@@ -107,7 +107,7 @@ MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-2, 1e2
 def calibrate(logits: Float[Tensor, "N C"], classes: Int[Tensor, " N"]) -> dict[str, Any]:
     """Measure calibration after temperature scaling (Guo et al. 2017, section 4.2).
 
-    Each half of the rows is scaled by the temperature of the other half, so that no row is
+    Each half of the rows is scaled by the temperature fitted to the other half, so that no row is
     evaluated with a temperature that was fitted to it.
 
     Returns:
@@ -263,10 +263,11 @@ def first_errors(rows: Sequence[PredictedSteps]) -> dict[str, Any]:
     """Compute the metrics of ProcessBench (Zheng et al. 2024, 2412.06559, section 3).
 
     Returns:
-        with_error, responses with a wrong step; found, those of them whose first predicted error is
-        the first error; without_error, the other responses; kept, those of them without a predicted
-        error; accuracy; and f1, the harmonic mean of found / with_error and kept / without_error
-        (None without responses of both kinds). Responses without a labeled step are left out.
+        with_error, the number of responses with a wrong step; found, the number of those whose
+        first predicted error is the first error; without_error, the number of the other responses;
+        kept, the number of those without a predicted error; accuracy; and f1, the harmonic mean of
+        found / with_error and kept / without_error (None without responses of both kinds).
+        Responses without a labeled step are left out.
     """
     labeled = [row for row in rows if row.targets]
     wrong = [row for row in labeled if row.first_error is not None]
