@@ -35,7 +35,7 @@ def main(argv: Sequence[str]) -> None:
         ChatConfig,
         argv,
         usage=f"{CHAT} --path DIR [--SETTING VALUE ...]",
-        about="Talk to a model with the chat template it was saved with.",
+        about="Talk to a model, using the chat template that was saved with it.",
     )
     sampling = config.sampling(secrets.randbelow(2**31) if config.seed is None else config.seed)
 

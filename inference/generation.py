@@ -58,7 +58,7 @@ def generate(
         top_p: sample only from the most likely tokens that together reach this probability.
         keys: for each prompt, a number that selects its sample; by default, its index.
         batch_size: maximum number of sequences that run at once.
-        on_response: called with (index of the prompt, response) when each one ends.
+        on_response: called with (index of the prompt, response) as each response ends.
 
     Raises:
         DataError: a prompt is empty, contains unknown token ids, or fills the model's context.

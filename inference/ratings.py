@@ -137,7 +137,7 @@ def count_pairs(ratings: Sequence[Rating]) -> int:
 
 
 def choice_label(pair: Rating) -> str:
-    """Return the chosen response's alphabetical rank, "first" or "second"; empty if neither."""
+    """Return the chosen response's alphabetical rank, "first" or "second", or "" if neither."""
     if pair.get("tie") or pair.get("choice") is None:
         return ""
     texts = [answer["text"] for answer in pair["answers"]]

@@ -43,7 +43,7 @@ class Message:
 
 
 class RemoteGenerator:
-    """The generating processes, as used by the training processes; its methods are collectives."""
+    """The generating processes, as seen by the training processes, which all call each method."""
 
     def __init__(self, groups: RolloutGroups) -> None:
         self._groups = groups

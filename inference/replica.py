@@ -208,7 +208,7 @@ class Replica:
 
     Args:
         trained: a causal language model, plain or with PEFT adapters.
-        shares: whether its weights remain complete and in place between engine steps.
+        shares: whether the trained weights stay complete and in place between engine steps.
         tp_group: the tensor-parallel group of generation.
         trained_by: the tensor-parallel group of training.
         stages: the processes of all pipeline stages, which have the same prompts.

@@ -72,7 +72,7 @@ METASPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 
 
 class TokenBytes:
-    """Bytes of a tokenizer's tokens; exact if its decoder is byte-level or has byte tokens."""
+    """Bytes of tokens; exact if the tokenizer's decoder is byte-level or has byte tokens."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer

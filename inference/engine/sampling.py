@@ -98,7 +98,7 @@ class Sampler(Draw):
 
     @property
     def logits_change_reason(self) -> str | None:
-        """Why the logits are modified before sampling, as a clause; None if they aren't."""
+        """Reason why logits are modified before sampling, as a clause; None if they aren't."""
         if self.needs_history:
             return "a repetition penalty changes the logits"
         if self.counts_tokens or self.logit_bias:
@@ -138,7 +138,7 @@ class Sampler(Draw):
     def draw(
         self, logits: Float[Tensor, "B V"], keys: Int[Tensor, " B"], positions: Int[Tensor, " B"]
     ) -> tuple[Int[Tensor, " B"], Float[Tensor, " B"]]:
-        """Draw like `__call__` if `logits_change_reason` is None, but don't wait for the kernel."""
+        """Draw like `__call__`, without waiting; `logits_change_reason` must be None."""
         gpu = sampling.find_kernel(logits)
         if gpu is not None:
             return sampling.launch(logits, keys, positions, self, gpu=gpu)

@@ -42,7 +42,7 @@ log-probabilities."""
 
 @dataclass(frozen=True)
 class ServedModel:
-    """A served model."""
+    """A model that the server generates with."""
 
     name: str
     model: PreTrainedModel

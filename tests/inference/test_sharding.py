@@ -145,7 +145,7 @@ def test_bias_after_a_reduction_is_added_once() -> None:
             "llama",
             4,
             {"hidden_size": 48, "num_attention_heads": 12, "num_key_value_heads": 3},
-            "inference_tp_size 4 doesn't divide the number of key/value heads of llama, 3",
+            "inference_tp_size 4 doesn't divide the 3 key/value heads of llama",
         ),
         *(
             (family, 2, {}, r"inference_tp_size.* 1$")

@@ -199,8 +199,7 @@ class Scorer(nn.Module):
     In a reward model, a response's score is the score of its last token; in a critic, the score of
     a token is the value of the state after it. With several labels the score is their expected
     value. The head computes in fp32; its weight and input have the model's data type, and training
-    keeps an fp32 master weight. An encoder such as BERT has the same score at all tokens of a
-    sequence.
+    keeps an fp32 master weight. An encoder such as BERT has the same score at all tokens.
     """
 
     def __init__(self, model: nn.Module, *, kernels: Kernels = "auto") -> None:

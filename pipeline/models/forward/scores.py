@@ -49,7 +49,7 @@ def class_values(classifier: PreTrainedModel, count: int) -> list[float]:
     values = getattr(classifier.config, "class_values", None)
     if not isinstance(values, list) or len(values) != count:
         raise ModelError(
-            f"{classifier.config.name_or_path}: its {count} classes have no values, so it has no"
+            f"the {count} classes of {classifier.config.name_or_path} have no values, so it has no"
             f" score; train it with reward.class_values, or add class_values, a list of {count}"
             " numbers, to its config.json"
         )

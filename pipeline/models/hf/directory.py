@@ -54,8 +54,8 @@ def check_model_directory(
     Other errors appear when the model is loaded: an unknown architecture, tensors whose sizes don't
     match the configuration, or weights that are not finite.
 
-    With `generates`, it must be a language model; `allow_pickle` accepts `pytorch_model*.bin`;
-    `trust_remote_code` lets Python code in the directory run.
+    With `generates`, the directory must hold a language model; `allow_pickle` accepts
+    `pytorch_model*.bin`; `trust_remote_code` lets Python code in the directory run.
 
     Raises:
         ModelError: a file is missing or broken; the message names it and the fix.

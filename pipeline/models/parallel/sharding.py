@@ -168,8 +168,8 @@ class TensorShards:
         packed = any(name.endswith(PACKED_MODULES) for name in self.styles)
         require(
             self.kv_heads % size == 0 or (size % self.kv_heads == 0 and not packed),
-            f"{self.label} doesn't divide the number of key/value heads of {self.family},"
-            f" {self.kv_heads}; choose a value that does",
+            f"{self.label} doesn't divide the {self.kv_heads} key/value heads of {self.family};"
+            " choose a value that does",
         )
 
     def unsupported(self, reason: str) -> ConfigError:
