@@ -82,7 +82,7 @@ def parse_machine(text: str) -> Machine:
 def free_gpu_bytes(gpus: Sequence[str]) -> int | None:
     """Return the smallest free memory of these local GPUs, in bytes, or None if any is unknown.
 
-    The function asks nvidia-smi, so that no process initializes the GPUs.
+    The numbers are from nvidia-smi, so that no process initializes the GPUs.
     """
     if shutil.which("nvidia-smi") is None:
         return None

@@ -45,7 +45,7 @@ class InspectConfig(DataConfig):
 
 
 def encode_row(example: Example, chat: ChatFormat, config: InspectConfig) -> dict[str, Encoded]:
-    """Encode, without truncation, chosen (step 1), both responses (step 2) or prompt (step 3)."""
+    """Encode a row untruncated: chosen (step 1), both responses (step 2) or prompt (step 3)."""
     if config.step == 3:
         return {
             "prompt": Encoded.untrained(chat.encode_prompt(example.prompt, origin=example.origin))

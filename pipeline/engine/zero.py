@@ -47,7 +47,7 @@ def check_output(block: str, output: object) -> None:
     """Check that a block's output has only types in which the engine can find tensors.
 
     Raises:
-        ConfigError: it has another type; the block's weights would be freed too early.
+        ConfigError: the output has another type; the block's weights would be freed too early.
     """
     for leaf in tree_leaves(output):
         if not isinstance(leaf, (*PLAIN_TYPES, Tensor)):

@@ -253,7 +253,8 @@ def _slurm_layout(deployment: Deployment, environment: Mapping[str, str]) -> Lay
     )
     names = expand_nodelist(environment.get("SLURM_JOB_NODELIST", ""))
     num_nodes, count = deployment.num_nodes or len(names), len(names)
-    require(num_nodes <= count, f"--num-nodes {num_nodes} exceeds the {count} allocated nodes")
+    limit = counted(count, "allocated node")
+    require(num_nodes <= count, f"--num-nodes {num_nodes} exceeds the {limit}")
     match = re.search(r"\d+$", environment.get("SLURM_GPUS_ON_NODE", ""))
     num_slots = deployment.num_gpus or (int(match[0]) if match else 0) or count_processes(None)
     hosts = tuple(Host(name, tuple(range(num_slots))) for name in names[:num_nodes])
@@ -356,14 +357,15 @@ def select_hosts(
         require(bool(hosts), f"--exclude {exclude} leaves no host")
     if num_nodes is not None:
         count = len(hosts)
-        require(num_nodes <= count, f"--num-nodes {num_nodes} exceeds the number of hosts, {count}")
+        limit = counted(count, "host")
+        require(num_nodes <= count, f"--num-nodes {num_nodes} exceeds the {limit} in --hostfile")
         hosts = hosts[:num_nodes]
     if num_gpus is not None:
         for host in hosts:
             require(
                 num_gpus <= len(host.slots),
-                f"--num-gpus {num_gpus} exceeds the number of slots of {host.name},"
-                f" {len(host.slots)} ({host.location})",
+                f"--num-gpus {num_gpus} exceeds the {counted(len(host.slots), 'slot')} of"
+                f" {host.name} ({host.location})",
             )
         hosts = [replace(host, slots=host.slots[:num_gpus]) for host in hosts]
     return list(hosts)

@@ -132,8 +132,8 @@ def _check_devices(host: Host, machine: Machine) -> Iterator[str]:
     if max(host.slots) >= (count := len(machine.gpus)):
         yield (
             f"{host.name} has {counted(count, 'GPU')}, but slot {max(host.slots)} is"
-            f" requested{f' ({host.location})' if host.location else ''}; correct its slots, or"
-            " check its driver with nvidia-smi"
+            f" requested{f' ({host.location})' if host.location else ''}; correct the slots, or"
+            " check the host's driver with nvidia-smi"
         )
         return
     for slot in host.slots:
@@ -141,8 +141,8 @@ def _check_devices(host: Host, machine: Machine) -> Iterator[str]:
         if gpu.used_mib > MAX_USED_FRACTION * gpu.total_mib:
             yield (
                 f"GPU {slot} of {host.name} has {gpu.used_mib / 1024:.1f} of"
-                f" {gpu.total_mib / 1024:.0f} GiB in use; stop its other job, or exclude it with"
-                f" --exclude {host.name}:{slot}"
+                f" {gpu.total_mib / 1024:.0f} GiB in use; stop the other job, or exclude this GPU"
+                f" with --exclude {host.name}:{slot}"
             )
 
 

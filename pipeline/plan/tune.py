@@ -96,7 +96,7 @@ class _StepTuner:
                 best, speed = self._best_micro_batch(combined, new_speed)
         if not self.trials:
             raise ConfigError(
-                f"{self.stage.title} fits with no candidate settings; --dry-run prints its memory"
+                f"{self.stage.title} doesn't fit in memory with any settings tried; see --dry-run"
             )
         if not speed:
             print_error(

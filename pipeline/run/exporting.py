@@ -75,7 +75,7 @@ def export_verified(
 
 
 def _trained_outputs(passes: Passes, batch: TokenBatch, *, labels: int) -> Tensor:
-    """Return log-probabilities (targets,) or class logits (texts, labels). Needs all processes."""
+    """Return log-probabilities (targets,) or class logits (texts, labels); all must call this."""
     engine = passes.engine
     is_policy = labels == 0
 

@@ -116,7 +116,7 @@ class ChatFormat:
     tokenizer: "PreTrainedTokenizerBase"
 
     tokens: tuple[str, ...] = ()
-    """The special tokens the template needs."""
+    """The special tokens that the template needs."""
 
     system_slot: bool = True
     """Whether the template supports a system message; otherwise it is prepended to the next user

@@ -147,7 +147,7 @@ def read_text(row: Row, name: str) -> str:
 
 
 def _turn_items(row: Row, name: str) -> list[Any] | None:
-    """Return the turns in a column: a list, one turn, or text of either; else None."""
+    """Return a column's turns, read from a list, one turn, or text of either; otherwise None."""
     value = row.columns[name]
     if isinstance(value, dict):
         return [value] if not {"role", "from"}.isdisjoint(value) else None

@@ -35,7 +35,7 @@ def read_paths(
 ) -> list[PathExamples]:
     """Read the examples of each path for a step; add to `notes` what was dropped, and why.
 
-    `fields` maps our names of columns to those in the data; with `optional`, rows may use our names
+    `fields` maps our column names to those in the data; with `optional`, rows may use our names
     instead. Columns that `kept` selects are kept in `extra`.
 
     Raises:
@@ -94,7 +94,7 @@ def _convert(
         notes.append(f"{remark}: {counted(len(origins), 'row')} ({first})")
     if not train:
         raise DataError(
-            f"data path {source.name}: none of its rows ({len(source.train)} read) can be used;"
+            f"data path {source.name}: none of the {len(source.train)} rows read can be used;"
             f" skipped rows {' and rows '.join(skipped) or 'that later rows revoked'}"
         )
     return train, held_out, notes

@@ -295,8 +295,8 @@ def read_row(
 ) -> Example | None:
     """Return the example in `row`, or None if the row is skipped (for lack of an answer, say).
 
-    `fields` maps our names of columns to the row's, as in `{"prompt": "question"}`. `stats` records
-    the columns that are read, or why the row is skipped; `extra` gets the columns in `kept`.
+    `fields` maps our column names to the row's, as in `{"prompt": "question"}`. `stats` records the
+    columns that are read, or why the row is skipped; `extra` gets the columns in `kept`.
 
     Raises:
         DataError: no shape fits the row's columns, or a column has the wrong type.

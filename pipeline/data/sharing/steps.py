@@ -325,7 +325,7 @@ class _RowSelector:
         if not usable:
             raise DataError(
                 f"no row has what step {step} needs, {needs} (the first row is {rows[0].origin});"
-                " use other data, map its columns with --fields, or use --step to run only steps"
+                " use other data, map the columns with --fields, or use --step to run only steps"
                 f" other than {step}"
             )
         if num_others := len(rows) - len(usable):

@@ -72,7 +72,7 @@ class Fragment:
 
     def __post_init__(self) -> None:
         if self.tensor.ndim != 1 or not self.tensor.is_contiguous():
-            raise ValueError(f"the fragment of {self.key} must be flat and contiguous")
+            raise ValueError(f"the fragment of {self.key} must be 1-D and contiguous")
         if not _LABEL.fullmatch(self.label):
             raise ValueError(f"{self.key!r} starting at {self.start} is not a valid fragment name")
 

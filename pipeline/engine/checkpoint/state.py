@@ -27,7 +27,7 @@ READ_ELEMENTS = 2**21
 """Number of elements read at once if only some of their columns are kept."""
 
 ReadInto = Callable[[int, Tensor], None]
-"""Fills a flat tensor with elements of a full parameter, starting at an index."""
+"""Fills a 1-D tensor with elements of a full parameter, starting at an index."""
 
 
 def shard_columns(param_shard: ParamShard) -> Iterator[tuple[Columns, Columns, bool]]:

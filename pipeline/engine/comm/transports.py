@@ -162,7 +162,7 @@ _NAME_COUNTS = Counter[str]()
 def make_collectives(
     device: torch.device, zero: ZeroConfig, group: Group, *, name: str
 ) -> Collectives:
-    """Choose the fastest transport between a group's processes. This is a collective operation.
+    """Choose the fastest transport between a group's processes, which must all call this.
 
     A second engine with the same name gets a number, so that names are unique.
 

@@ -271,7 +271,7 @@ def chunk_squares(shard: Float[Tensor, " k"], comm: Collectives) -> Float[Tensor
 
 
 class NormReducer:
-    """Combines the processes' sums of squared gradients. Creating it is a collective operation."""
+    """Combines the processes' sums of squared gradients; all processes must create it together."""
 
     def __init__(self, group: Group, units: Sequence[str]) -> None:
         self._group = group

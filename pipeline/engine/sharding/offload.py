@@ -79,8 +79,8 @@ class TensorStore:
             free = 0
         if needed > free:
             raise ConfigError(
-                f"the offload directory {self.directory} lacks space for the {needed:,} bytes of"
-                f" rank {self.rank}; free up space, or choose another directory"
+                f"the offload directory {self.directory} has too little free space: rank"
+                f" {self.rank} needs {needed:,} bytes; free up space, or choose another directory"
             )
         self._offsets.update(offsets)
         self._size = end

@@ -66,7 +66,7 @@ def test_disk_that_is_too_small_raises_before_anything_is_written(tmp_path: Path
     with pytest.raises(ConfigError) as error:
         store.reserve({"a": 2**50, "b": 2**50}, torch.float32)
 
-    assert "lacks space for the 9,007,199,254,740,992 bytes of rank 1" in str(error.value)
+    assert "space: rank 1 needs 9,007,199,254,740,992 bytes" in str(error.value)
     store.reserve({"a": 1}, torch.float32)  # the failed reservation has no effect
     store.close()
 
