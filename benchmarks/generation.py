@@ -271,7 +271,7 @@ def format_line(row: Mapping[str, Any]) -> list[str]:
     medians = [f"{statistics.median(values):.2f}" for values in ratios]
     spreads = [f"{min(values):.2f} to {max(values):.2f}" for values in ratios]
     same = [f"{count} of {len(lengths)}" for count in row["same"]]
-    replayed = f"{100 * row['replayed']:.0f} %"
+    replayed = f"{100 * row['replayed']:.0f}%"
     cells = [row["precision"], str(len(lengths)), f"{min(lengths)} to {max(lengths)}"]
     cells += [speeds[0], our_speed, medians[0], spreads[0], replayed, same[0]]
     return [*cells, *speeds[1:], *medians[1:], *spreads[1:], *same[1:]]

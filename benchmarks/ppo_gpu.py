@@ -10,8 +10,8 @@ master weights. An iteration generates 256 tokens for each prompt of 256 tokens,
 makes one update. The first is a warm-up; results are medians. For PPO, decoding steps (with all
 rows, 64 and one), a micro-batch and an optimizer step are profiled. `share` is the time to read the
 weights at the bandwidth of a copy, a lower bound for one row, divided by the measured time. TFLOP/s
-count 6 operations per trained parameter and token; the target on an H100 is 45 % of 989.
-The exit code is 1 if PPO with OPT-1.3B misses 30 sequences per second, generation takes over 45 %
+count 6 operations per trained parameter and token; the target on an H100 is 45% of 989.
+The exit code is 1 if PPO with OPT-1.3B misses 30 sequences per second, generation takes over 45%
 of an iteration, or the peak of reserved memory exceeds 1.15 times the plan.
 """
 

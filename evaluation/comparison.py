@@ -48,7 +48,7 @@ class Match:
 
     @property
     def interval(self) -> Interval:
-        """95 % interval of the win rate, for paired verdicts (Agresti and Min 2005)."""
+        """95% interval of the win rate, for paired verdicts (Agresti and Min 2005)."""
         wins, losses, ties = self.counts
         low, high = change_interval(wins, losses, wins + losses + ties)
         return 0.5 + low / 2, 0.5 + high / 2

@@ -42,7 +42,7 @@ class TaskMetric:
 
     @property
     def interval(self) -> Interval:
-        """95 % Wilson interval (1927), with the questions as independent trials.
+        """95% Wilson interval (1927), with the questions as independent trials.
 
         With several responses to each question, their mean varies less than a single trial, so the
         interval is conservative.
@@ -90,8 +90,8 @@ def _group_by_item(question_grades: Sequence[Grades], metric: str) -> list[tuple
 
 
 def format_table(metrics: Sequence[TaskMetric]) -> list[str]:
-    """Format the metrics as a table, with their 95 % intervals."""
-    header = ("task", "metric", "value", "95 % interval", "questions")
+    """Format the metrics as a table, with their 95% intervals."""
+    header = ("task", "metric", "value", "95% interval", "questions")
     rows = [
         (
             result.task,

@@ -164,7 +164,7 @@ def _compute_points(model_rewards: np.ndarray, opponent_rewards: np.ndarray) -> 
 
 
 def _format_table(matches: Sequence[Match], config: WinrateConfig) -> list[str]:
-    lines = ["win rate  95 % interval   length-controlled  won  tied  lost  unknown"]
+    lines = ["win rate  95% interval    length-controlled  won  tied  lost  unknown"]
     for match in matches:
         wins, losses, ties = match.counts
         low, high = match.interval

@@ -49,7 +49,7 @@ class GenerateConfig(ModelOptions):
     """Number of responses generated at once; it does not affect their content."""
 
     cache_gib: float | None = None
-    """Memory for keys and values, in GiB; null uses 90 % of free GPU memory or half of free RAM."""
+    """Memory for keys and values, in GiB; null uses 90% of free GPU memory or half of free RAM."""
 
     seed: int = 0
     """The same seed gives the same responses."""

@@ -1,7 +1,7 @@
 """Closed-form estimates of the memory that a step needs on each of its processes.
 
 The result is an estimate of what the process takes from the system (resident memory on a CPU,
-reserved memory on a GPU), within about 15 %. `docs/scaling.md` lists the formulas.
+reserved memory on a GPU), within about 15%. `docs/scaling.md` lists the formulas.
 """
 
 import math

@@ -303,7 +303,7 @@ class StepConfig(ABC):
     the time of any work that one process does alone."""
 
     eval_every: int | None = None
-    """Steps between evaluations; null evaluates up to 10 times, at a cost of at most 8 % of
+    """Steps between evaluations; null evaluates up to 10 times, at a cost of at most 8% of
     the run; 0 evaluates only before and after it."""
 
     keep_best: bool = True

@@ -21,7 +21,7 @@ from pipeline.kernels.gpu import DTYPES, Gpu
 
 PAGE = 64
 """Tokens per page, as in decode_attention.cpp: 16 KiB for a head of 64 fp32 elements, or of 128
-16-bit ones. With pages of half the size, attention on a CPU takes 10 to 15 % longer."""
+16-bit ones. With pages of half the size, attention on a CPU takes 10 to 15% longer."""
 
 
 @dataclass(frozen=True, kw_only=True)

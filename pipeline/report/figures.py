@@ -1,4 +1,4 @@
-"""Evaluation metrics of steps and models: wording and 95 % intervals."""
+"""Evaluation metrics of steps and models: wording and 95% intervals."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -12,7 +12,7 @@ Verdict = Literal["better", "worse", "not distinguishable"]
 Interval = tuple[float, float]
 
 Z = 1.959964
-"""95 % of a standard normal distribution is between -Z and Z."""
+"""95% of a standard normal distribution is between -Z and Z."""
 
 BASE = "base"
 """The model before the first step."""
@@ -54,8 +54,8 @@ def points(change: float) -> str:
 
 
 def percent(share: float) -> str:
-    """Format a fraction as a percentage: 0.844 as `84.4 %`."""
-    return f"{100 * share:.1f}".removesuffix(".0") + "\u202f%"
+    """Format a fraction as a percentage: 0.844 as `84.4%`."""
+    return f"{100 * share:.1f}".removesuffix(".0") + "%"
 
 
 def score(value: float) -> str:
@@ -80,7 +80,7 @@ def join_names(names: Sequence[str]) -> str:
 
 
 def share_interval(successes: float, count: float) -> Interval:
-    """Return the 95 % interval of a fraction, from `successes` in `count` trials (Wilson 1927)."""
+    """Return the 95% interval of a fraction, from `successes` in `count` trials (Wilson 1927)."""
     share = successes / count
     center = share + Z * Z / (2 * count)
     half = Z * math.sqrt(share * (1 - share) / count + Z * Z / (4 * count * count))
@@ -89,13 +89,13 @@ def share_interval(successes: float, count: float) -> Interval:
 
 
 def mean_interval(values: Sequence[float]) -> Interval:
-    """Return the 95 % interval of the mean of two or more independent values, assumed normal."""
+    """Return the 95% interval of the mean of two or more independent values, assumed normal."""
     center, half = fmean(values), Z * stdev(values) / math.sqrt(len(values))
     return center - half, center + half
 
 
 def change_interval(gained: float, lost: float, count: int) -> Interval:
-    """Return the 95 % interval of the change of a fraction from one model to another.
+    """Return the 95% interval of the change of a fraction from one model to another.
 
     Of `count` prompts, only the new model is right on `gained` and only the old one on `lost`. Both
     numbers may be fractional, for which the interval is conservative. Half a prompt is added to

@@ -33,7 +33,7 @@ class Finding:
     """The finding with its numbers, without a trailing period."""
 
     detail: str = ""
-    """The number of prompts and the 95 % interval."""
+    """The number of prompts and the 95% interval."""
 
     @property
     def text(self) -> str:
@@ -99,7 +99,7 @@ def _verifier_finding(results: Results) -> Finding | None:
     return Finding(
         get_verdict(change),
         sentence,
-        f"{count:,} held-out prompts; 95 % interval of the change{since}: {points(low)} to"
+        f"{count:,} held-out prompts; 95% interval of the change{since}: {points(low)} to"
         f" {points(high)} points",
     )
 
@@ -136,7 +136,7 @@ def _win_rate_finding(results: Results) -> Finding | None:
         f" {count:,} held-out prompts, equally on {count - wins - losses:,} and lower on"
         f" {losses:,}{kl_clause}"
     )
-    detail = f"win rate {percent(rate)}, ties count as half; 95 % interval"
+    detail = f"win rate {percent(rate)}, ties count as half; 95% interval"
     return Finding(get_verdict(change), sentence, f"{detail} {percent(low)} to {percent(high)}")
 
 
@@ -170,7 +170,7 @@ def _accuracy_finding(results: Results) -> Finding | None:
     low, high = interval = share_interval(after * pairs, pairs)
     chance = 0.0 if labels == "classes" else 0.5
     verdict = get_verdict(interval, equal=0.5 if before is None else max(chance, before))
-    return Finding(verdict, sentence, f"95 % interval {percent(low)} to {percent(high)}")
+    return Finding(verdict, sentence, f"95% interval {percent(low)} to {percent(high)}")
 
 
 def _perplexity_findings(results: Results) -> Iterator[Finding]:

@@ -267,7 +267,7 @@ def _limitation(method: Method, same_origin: bool) -> str:  # noqa: FBT001
 def header(comparison: Comparison) -> tuple[str, ...]:
     """Return the column headers of the table after the first column."""
     at_equal_kl = ("at equal KL", "the best is") if comparison.equal else ()
-    columns = ("95 % interval", "KL", "length", "stops", "time", "samples")
+    columns = ("95% interval", "KL", "length", "stops", "time", "samples")
     return (METRICS[comparison.metric], *columns, *at_equal_kl)
 
 

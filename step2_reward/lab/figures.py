@@ -301,6 +301,6 @@ def summarize_steps(rows: Sequence[PredictedSteps]) -> dict[str, float]:
 
 
 def fraction(right: float, count: int) -> dict[str, float | int]:
-    """Return a fraction with its 95 % interval (Wilson 1927)."""
+    """Return a fraction with its 95% interval (Wilson 1927)."""
     low, high = share_interval(right, count)
     return {"value": right / count, "low": low, "high": high, "count": count}

@@ -32,7 +32,7 @@ def _describe_accuracy(metrics: Mapping[str, Any]) -> list[str]:
             f"{_percent(metrics['concordance'])} of pairs of rows with different labels are ordered"
             f" correctly, and predicted labels are off by {metrics['mean_error']:.3g} on average"
         ]
-    interval = f"95 % interval {_percent(accuracy['low'])} to {_percent(accuracy['high'])}"
+    interval = f"95% interval {_percent(accuracy['low'])} to {_percent(accuracy['high'])}"
     if "classes" in metrics:
         return [
             f"{_percent(accuracy['value'])} of {metrics['rows']} rows are classified correctly"
@@ -51,7 +51,7 @@ def _describe_steps(metrics: Mapping[str, Any]) -> list[str]:
     right, wrong = (report["rows"] for report in metrics["classes"])
     majority, word = max((right, "right"), (wrong, "wrong"))
     baseline = majority / (right + wrong)
-    interval = f"95 % interval {_percent(accuracy['low'])} to {_percent(accuracy['high'])}"
+    interval = f"95% interval {_percent(accuracy['low'])} to {_percent(accuracy['high'])}"
     lines = [
         f"{_percent(accuracy['value'])} of {accuracy['count']} steps are predicted correctly"
         f" ({interval}); always predicting '{word}' would achieve {_percent(baseline)}"
@@ -134,7 +134,7 @@ def _describe_probes(metrics: Mapping[str, Any]) -> list[str]:
 
 
 def _percent(fraction: float) -> str:
-    return f"{100 * fraction:.1f} %"
+    return f"{100 * fraction:.1f}%"
 
 
 PREDICTIONS = "predictions.jsonl"

@@ -73,8 +73,8 @@ def test_step_logs_and_reports_task_accuracy_of_the_exported_model(tmp_path: Pat
     # Wilson's interval of 3 of 6, by hand: (.5 + .3201 -+ 1.96 sqrt(.0417 + .0267)) / 1.6402
     rows = before_after(read_results(tmp_path).steps["step1_sft"])
     name, before, after = rows[-1]
-    assert (name, before) == ("arithmetic, correct", "0\u202f%")
-    assert after == "50\u202f% (18.8\u202f% to 81.2\u202f%)"
+    assert (name, before) == ("arithmetic, correct", "0%")
+    assert after == "50% (18.8% to 81.2%)"
     page = write_report(tmp_path).read_text()
     assert "Arithmetic correct" in page
 

@@ -79,7 +79,7 @@ def test_command_measures_exported_model_like_the_step(
     assert [row["name"] for row in figures["classes"]] == ["curt", "polite", "rude"]
     assert "probes" not in figures  # classes without values have no score
     out = capsys.readouterr().out
-    assert "100.0 % of 48 rows are classified correctly" in out
+    assert "100.0% of 48 rows are classified correctly" in out
     held_out = [json.loads(line) for line in (step / "predictions.jsonl").read_text().splitlines()]
     probabilities = {
         row["origin"]: row["probabilities"]

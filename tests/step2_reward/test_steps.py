@@ -178,6 +178,6 @@ def test_lab_measures_steps_and_first_errors(
     rude = next(line for line in lines if "Go away" in line["steps"][1])
     assert rude["probabilities"][1] < 0.5 < rude["probabilities"][0]
     printed = capsys.readouterr().out
-    assert "100.0 % of 128 steps are predicted correctly" in printed
-    assert "The first error is found in 100.0 % of 32 responses with an error" in printed
+    assert "100.0% of 128 steps are predicted correctly" in printed
+    assert "The first error is found in 100.0% of 32 responses with an error" in printed
     assert "not clearly better" not in printed

@@ -139,7 +139,7 @@ export function chatView(container, server) {
 // Returns how to show a token: tinted by its log-probability, with alternatives in the tooltip.
 function describeToken(token) {
   const level = token.logprob > -0.5 ? 0 : token.logprob > -1.5 ? 1 : token.logprob > -3 ? 2 : 3;
-  const percent = (logprob) => `${(100 * Math.exp(logprob)).toFixed(1)} %`;
+  const percent = (logprob) => `${(100 * Math.exp(logprob)).toFixed(1)}%`;
   const alternatives = token.top_logprobs.map(({ token, logprob }) => `${JSON.stringify(token)} ${percent(logprob)}`);
   const title = [`${JSON.stringify(token.token)} ${percent(token.logprob)}`, "", ...alternatives].join("\n");
   return { token: token.token, level, title };

@@ -64,7 +64,7 @@ def compare(out: Path) -> Comparison:
 
 
 def plain(text: str) -> str:
-    return text.replace("\u202f", " ").replace("\N{MINUS SIGN}", "-")
+    return text.replace("\N{MINUS SIGN}", "-")
 
 
 def test_values_between_evaluations_are_interpolated_by_kl() -> None:
@@ -100,8 +100,8 @@ def test_methods_are_compared_at_the_largest_common_kl(tmp_path: Path) -> None:
     # Wilson's interval for 32 of 40.
     assert comparison.equal[0].interval == pytest.approx((0.6524, 0.8950), abs=5e-5)
     assert plain(comparison.sentence) == (
-        "At equal KL (4.00 nats), correct and polite: GRPO 80 %, better than Dr. GRPO (65 %) and"
-        " PPO (45 %)"
+        "At equal KL (4.00 nats), correct and polite: GRPO 80%, better than Dr. GRPO (65%) and"
+        " PPO (45%)"
     )
     assert findings(read_results(tmp_path))[0].sentence == comparison.sentence
     best = find_chat_model(read_results(tmp_path).steps)
@@ -118,7 +118,7 @@ def test_best_of_methods_without_equal_kl_is_described_alone(tmp_path: Path) -> 
 
     first, second = findings(read_results(tmp_path))[:2]
 
-    expected = "GRPO: 75 % of answers are correct and polite, against 25 % after step 1"
+    expected = "GRPO: 75% of answers are correct and polite, against 25% after step 1"
     assert plain(first.sentence) == expected
     assert "the change from step 1: " in first.detail
     assert second.sentence.startswith("GRPO: Answers to held-out prompts have a mean reward of")

@@ -68,19 +68,18 @@ def test_first_finding_is_that_of_the_judge(tmp_path: Path) -> None:
     first, *others = findings(read_results(tmp_path))
 
     assert first.verdict == "better"
-    assert first.sentence.replace("\u202f", " ") == (
-        "84 % of answers are correct and polite, against 41 % after step 1 and 0 % from the base"
-        " model"
+    assert first.sentence == (
+        "84% of answers are correct and polite, against 41% after step 1 and 0% from the base model"
     )
     assert first.detail == (
-        "200 held-out prompts; 95 % interval of the change from step 1: +35.2 to +50.0 points"
+        "200 held-out prompts; 95% interval of the change from step 1: +35.2 to +50.0 points"
     )
-    assert [finding.text.replace("\u202f", " ") for finding in others] == [
+    assert [finding.text for finding in others] == [
         "PPO's answers score higher than step 1's on 54 of 62 held-out prompts, equally on 0 and"
-        " lower on 8, at a KL of 4.02 nats per answer (win rate 87.1 %, ties count as half; 95 %"
-        " interval 77.6 % to 94.3 %)",
-        "The reward model is right on 94.3 % of 212 held-out pairs, 51.2 % before training"
-        " (95 % interval 90.3 % to 96.7 %)",
+        " lower on 8, at a KL of 4.02 nats per answer (win rate 87.1%, ties count as half; 95%"
+        " interval 77.6% to 94.3%)",
+        "The reward model is right on 94.3% of 212 held-out pairs, 51.2% before training"
+        " (95% interval 90.3% to 96.7%)",
         "Perplexity on 300 held-out answers fell from 1,102 to 2.31",
     ]
 
@@ -99,10 +98,10 @@ def test_win_rate_of_only_ties_and_losses_claims_no_win(tmp_path: Path) -> None:
     figures: dict[str, object] = {**PPO_EVAL, "win_rate": 0.4375, "score_after": -0.9}
     write_summary(tmp_path, step3_ppo=figures | {"prompts": 8, "wins": 0, "losses": 1})
 
-    first = findings(read_results(tmp_path))[0].text.replace("\u202f", " ")
+    first = findings(read_results(tmp_path))[0].text
 
     assert "score higher than step 1's on 0 of 8 held-out prompts, equally on 7 and lower" in first
-    assert "(win rate 43.8 %, ties count as half; 95 % interval" in first
+    assert "(win rate 43.8%, ties count as half; 95% interval" in first
     assert "rise" not in Page(write_report(tmp_path)).text  # the score fell from -0.6
 
 
@@ -120,12 +119,12 @@ def test_run_without_step_1_is_compared_with_its_start_model(tmp_path: Path, mod
     rows = [{"prompt": prompt, "answers": texts, "temperature": 0.7}]
     write(tmp_path / "step3_grpo/samples.json", {"rows": rows})
 
-    sentences = [x.text.replace("\u202f", " ") for x in findings(read_results(tmp_path))]
+    sentences = [x.text for x in findings(read_results(tmp_path))]
     page = Page(write_report(tmp_path)).text
 
     assert sentences[0].startswith(
-        "84 % of answers are correct and polite, against 41 % from the starting model (200"
-        " held-out prompts; 95 % interval of the change: "
+        "84% of answers are correct and polite, against 41% from the starting model (200"
+        " held-out prompts; 95% interval of the change: "
     )
     assert sentences[1].endswith("mean reward of +0.50, against +0.25 from the starting model")
     assert sentences[2].startswith("GRPO's answers score higher than the starting model's on 54")

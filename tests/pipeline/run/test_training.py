@@ -11,9 +11,9 @@ from pipeline.run.training import MAX_EVAL_FRACTION, MAX_EVALUATIONS, evaluation
     ("every", "total_steps", "cost", "expected"),
     [
         (None, 800, 256 / 32 / 3, 80),  # ten evaluations cost as much as 27 of 800 steps
-        (None, 1600, 768 / 16 / 3, 200),  # 8 % of 1600 steps are eight times 16 steps
+        (None, 1600, 768 / 16 / 3, 200),  # 8% of 1600 steps are eight times 16 steps
         (None, 40, 0.4, 5),
-        (None, 4, 0.25, 4),  # one would cost 6 %, and the last one is due anyway
+        (None, 4, 0.25, 4),  # one would cost 6%, and the last one is due anyway
         (0, 800, 1.0, 800),
         (7, 800, 1e9, 7),  # the setting applies at any cost
     ],
