@@ -102,7 +102,7 @@ def time_attention(bandwidth: float, *, tiny: bool) -> Iterator[Row]:
 
 
 def main(argv: Sequence[str]) -> None:
-    """Benchmark every kernel and report rows."""
+    """Benchmark every kernel and report the results."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

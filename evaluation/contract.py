@@ -85,7 +85,7 @@ def read_task_rows(path: str, limit: int | None, *, shots: int = 0) -> tuple[lis
 
 
 def get_column(row: Row, name: str, kind: type | tuple[type, ...] = str) -> object:
-    """Return a row's value in the column.
+    """Return the value of a row in column `name`.
 
     Raises:
         DataError: the column is missing or empty, or the value has a different type.

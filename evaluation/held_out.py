@@ -245,7 +245,7 @@ def respond_with_base(held_out: HeldOutPrompts, base: FrozenModelConfig) -> Held
 
 
 def _try_on_all(work: Callable[[], T], base: FrozenModelConfig) -> T | None:
-    """Return the result of `work`; None on all processes if it fails on any."""
+    """Return the result of `work`, or None on all processes if it fails on any."""
     result, reason = None, ""
     try:
         result = work()
@@ -329,7 +329,7 @@ def judge_samples(
 def compute_pass_rates(
     held_out: HeldOutPrompts, responses: Mapping[str, HeldOutResponses]
 ) -> dict[str, object]:
-    """Compute the pass rates of sampled responses on the embedded task; empty for other data.
+    """Compute pass rates of sampled responses on the embedded task, or {} for other data.
 
     Args:
         held_out: the prompts.

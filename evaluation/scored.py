@@ -48,7 +48,7 @@ class HeldOutResponses:
 
 
 def mean(values: Sequence[float]) -> float:
-    """Return the mean; NaN if there are no values."""
+    """Return the mean, or NaN if there are no values."""
     return sum(values) / len(values) if values else math.nan
 
 

@@ -151,7 +151,7 @@ def compare_models(responses: Sequence[Sequence[Episode]], config: WinrateConfig
 
 
 def _judge(responses: Sequence[Episode], config: WinrateConfig) -> np.ndarray:
-    """Return the judge's rewards for a model's responses; NaN where it gives none."""
+    """Return the judge's rewards for a model's responses, or NaN where it gives none."""
     _, results = score_episodes([config.source], [list(responses)], config)
     (result,) = results.values()
     return np.array(result.values, dtype=float)

@@ -88,7 +88,7 @@ class TokenBytes:
         self._char_to_byte = {character: byte for byte, character in bytes_to_unicode().items()}
 
     def get(self, token: int) -> bytes:
-        """Return the bytes that a token adds to text; empty for a special or unknown token."""
+        """Return the bytes that a token adds to text; special and unknown tokens add none."""
         if token not in self._cache:
             self._cache[token] = self._decode(token)
         return self._cache[token]

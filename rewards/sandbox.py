@@ -153,7 +153,7 @@ def _make_job(
 
 
 def _interpreter() -> str:
-    """Return the base interpreter's path; it doesn't import a virtual environment's packages."""
+    """Return the path of the base interpreter, which ignores a virtual environment's packages."""
     return os.path.realpath(sys.executable)
 
 

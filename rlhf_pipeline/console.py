@@ -1,7 +1,7 @@
 """Console scripts of the installed package.
 
-`rlhf` runs `train.py`, `rlhf-chat` runs `chat.py`, and `rlhf-serve` runs `python -m
-inference.serve`.
+`rlhf` runs `train.py`, `rlhf-chat` runs `chat.py`, and `rlhf-serve` runs
+`python -m inference.serve`.
 """
 
 import rlhf_pipeline

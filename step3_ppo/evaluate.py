@@ -49,7 +49,7 @@ NUM_PRINTED_SAMPLES = 2
 
 
 def get_opening(response: Response) -> list[Mapping[str, Any]]:
-    """Return the messages before an episode's first response; empty for other responses."""
+    """Return the messages before an episode's first response, or [] for other responses."""
     if not isinstance(response, EpisodeResponse):
         return []
     return [turn.turn for turn in response.opening]

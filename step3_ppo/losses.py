@@ -268,7 +268,7 @@ def correction_weights(
     level: Literal["token", "sequence"],
     cap: float,
 ) -> Float[Tensor, "B T"]:
-    """Return the importance weight of each token; 1 on padding.
+    """Return the importance weight of each token, or 1 on padding.
 
     truncate: min(pi_old / pi_gen, cap) (truncated importance sampling, Yao et al. 2025). mask: the
     same ratio, but 0 outside [1 / cap, cap] (IcePop, Ling team 2025). At the level `sequence`, the

@@ -92,7 +92,7 @@ def kl_statistics(
 
 
 def critic_statistics(rollout: Rollout) -> dict[str, float]:
-    """Compute mean value and explained variance on counted tokens; empty without a critic."""
+    """Compute mean value and explained variance on counted tokens, or {} without a critic."""
     mask = rollout.experience.mask & rollout.counted[:, None]
     values = rollout.experience.values
     if values is None or rollout.returns is None:
@@ -190,7 +190,7 @@ def _episode_metrics(episode: EpisodeResponse, config: PPOConfig) -> Iterator[tu
 
 
 def get_reward_parts(response: Response, config: PPOConfig) -> dict[str, float]:
-    """Return the parts of an environment's reward, by metric name; empty for other responses."""
+    """Return the parts of an environment's reward by metric name, or {} for other responses."""
     source = config.environment_source
     if source is None or not isinstance(response, EpisodeResponse):
         return {}

@@ -205,7 +205,7 @@ def load_prompts(chat: ChatFormat, config: PPOConfig) -> Prompts:
 def encode_demonstrations(
     rows: Sequence[Example], prompts: Sequence[Prompt], chat: ChatFormat, config: PPOConfig
 ) -> list[Response]:
-    """Return the demonstrations in the prompts' rows; none unless `uses_demonstrations`.
+    """Return the demonstrations in the prompts' rows, or [] unless `uses_demonstrations`.
 
     A demonstration holds the tokens of the turn after the prompt, as trained on in step 1, but at
     most `max_new_tokens`. It has no log-probabilities, since no model sampled it.

@@ -207,7 +207,7 @@ class HeldOut(HeldOutPrompts):
         return passes.from_last_stage(logp)
 
     def by_prompt(self, responses: Sequence[ScoredResponse]) -> dict[str, list[float | None]]:
-        """Return the judge's value for each response, by the judge's name; empty without one.
+        """Return the judge's value for each response, by the judge's name, or {} without one.
 
         The judge is the embedded task's verifier if it applies, otherwise the reward model.
         """

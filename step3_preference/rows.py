@@ -1,6 +1,6 @@
 """Responses as token ids: truncation, skipped rows, and micro-batches.
 
-This includes prompts with another row's response, from which KTO estimates the KL.
+These include prompts with another row's response, from which KTO estimates the KL.
 
 Dimension names: S sequences of a batch, K response tokens (its targets).
 """

@@ -249,7 +249,7 @@ def keep_top_p(probabilities: Float[Tensor, "B V"], top_p: float) -> Float[Tenso
 def inverse_transform(
     weights: Float[Tensor, "B V"], points: Float[Tensor, " B"]
 ) -> Int[Tensor, " B"]:
-    """Return each row's token at the fraction `points` of its cumulative weight.
+    """Return, for each row, the token at the fraction `points` of the row's cumulative weight.
 
     Tokens of weight 0 are never returned. In a large vocabulary, the token's block is found first,
     and then the token, in one pass over the weights.
@@ -266,7 +266,7 @@ def inverse_transform(
 def _search(
     weights: Float[Tensor, "B K"], points: Float[Tensor, " B"]
 ) -> tuple[Int[Tensor, " B"], Float[Tensor, " B"]]:
-    """Return the index at a fraction of the cumulative weight, and the position in that item."""
+    """Return the index at a fraction of the cumulative weight, and the fraction of that item."""
     cumulative = weights.double().cumsum(dim=-1)
     thresholds = points[:, None] * cumulative[:, -1:]
     index = torch.searchsorted(cumulative, thresholds, right=True)

@@ -122,7 +122,7 @@ class ServeConfig:
 
 
 def read_keys(config: ServeConfig) -> dict[str, str]:
-    """Return the API keys by their names in the log; empty if no key is required.
+    """Return the API keys by their names in the log, or {} if no key is required.
 
     Raises:
         ConfigError: the file can't be read or has no keys, a key is invalid, or a required key is

@@ -40,7 +40,7 @@ class Broker:
 
     @property
     def is_ready(self) -> bool:
-        """Whether requests are admitted."""
+        """Whether new requests are admitted."""
         return self.worker is not None and not self.draining and self.failure is None
 
     @property

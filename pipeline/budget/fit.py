@@ -160,7 +160,7 @@ def suggest_fix(
 def choose_settings(
     config: StepConfig, machine: Machine, origins: Mapping[str, str], given: frozenset[str]
 ) -> Settings:
-    """Choose the fastest settings that leave a tenth of the memory free; empty if there are none.
+    """Return the fastest settings that leave a tenth of the memory free, or {} if none do.
 
     `origins` is as for `step_memory`. The settings whose dotted names are in `given` are kept.
     """
@@ -203,7 +203,7 @@ def choose_settings(
 
 
 def _fit_generation(config: StepConfig, machine: Machine, estimate: MemoryEstimator) -> Settings:
-    """Return the largest useful `generation_batch_size` that fits; empty without rollouts."""
+    """Return the largest useful `generation_batch_size` that fits, or {} without rollouts."""
     work = config.workload(machine.world)
     if not work.generates_first:
         return {}
@@ -267,7 +267,7 @@ def _parallel_sizes(
 def merge_until_fit(
     config: StepConfig, machine: Machine, estimate: MemoryEstimator, options: Sequence[Settings]
 ) -> Settings | None:
-    """Return the shortest prefix of the options that makes a step fit, merged, or None.
+    """Merge options, in order, until a step fits; return None if it doesn't fit with all of them.
 
     Settings that turn out to be unnecessary are dropped, the most expensive first; then the
     micro-batch is enlarged as far as possible.

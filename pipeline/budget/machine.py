@@ -1,4 +1,4 @@
-"""The machine that a plan is made for: processes, devices, host memory, and speed."""
+"""The machine for which a plan is made: processes, devices, host memory, and speed."""
 
 import re
 import shutil

@@ -51,7 +51,7 @@ def _get_entry(source: Mapping[str, Any], name: str) -> Any:  # noqa: ANN401
 
 
 def _parse_nested(value: object) -> Mapping[str, Any]:
-    """Return `value` as a mapping, parsed if it is text as in CSV files; empty for other values."""
+    """Return `value` as a mapping, parsed if it is text as in CSV files, or {} for other values."""
     is_text = isinstance(value, str) and value.lstrip().startswith("{")
     value = parse_literal(value) if is_text else value
     return value if isinstance(value, Mapping) else {}

@@ -149,8 +149,8 @@ class TrainedModelConfig(FrozenModelConfig):
     """Recompute activations in the backward pass: less memory, about a third more time."""
 
     fp32_head: bool = False
-    """Compute the logits of bf16 or fp16 policies in fp32, in training and its generation, so that
-    these agree better (docs/generation.md); scores of critics and reward models always are."""
+    """Compute the logits of bf16 or fp16 policies in fp32, in training and generation, so that both
+    agree better (docs/generation.md); scores of critics and reward models are always fp32."""
 
     lora: LoraConfig | None = None
     """Train adapters only; null trains all weights."""

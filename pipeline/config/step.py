@@ -469,7 +469,7 @@ CHANGEABLE_SETTINGS = (
     *("inference_tp_size", "replica", "offload_in_generation", "reuse_forward"),
     *("*.zero_stage", "*.zero.*", "*.gradient_checkpointing", "*.kernels"),
 )
-"""Settings that may change when a run is resumed: location, memory, speed. Whether
+"""Settings that can be changed when a run is resumed: location, memory, speed. Whether
 `data.labels` changes rows is checked by comparing the rows themselves."""
 
 

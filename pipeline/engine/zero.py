@@ -402,7 +402,8 @@ class ZeroModel:
                 if changed and torch.is_grad_enabled():
                     verb = "frozen" if flat.settings.trained else "unfrozen"
                     raise ConfigError(
-                        f"{name} was {verb} after creating the engine; do this before creating it"
+                        f"{name} was {verb} after the engine was created; do this before creating"
+                        " the engine"
                     )
                 expected = flat.views[name] if flat.gathered else flat.placeholders[name]
                 if param.dtype != expected.dtype or param.data_ptr() != expected.data_ptr():

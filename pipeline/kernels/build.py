@@ -205,7 +205,7 @@ def has_avx512() -> bool:
 
 
 def is_amd() -> bool:
-    """Return whether this is an AMD x86 processor; False on systems other than Linux."""
+    """Return whether this is an AMD x86 processor, or False on systems other than Linux."""
     path = Path("/proc/cpuinfo")
     return path.exists() and "AuthenticAMD" in path.read_text()
 

@@ -71,7 +71,7 @@ def dequantize(
     scales: Float[Tensor, " B"],
     out: Float[Tensor, "B 64"],
 ) -> bool:
-    """Write the two fp32 numbers of each byte times their block's scale; False if unsupported."""
+    """Write each byte's two fp32 numbers times their block's scale; return False if unsupported."""
     if choice.kernel_mode() == "off" or not is_supported(out) or not (built := library()):
         return False
     pointers = [ctypes.c_void_p(tensor.data_ptr()) for tensor in (codes, pairs, scales, out)]

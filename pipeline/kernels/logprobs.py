@@ -254,8 +254,7 @@ def _tile_sums(
     """Compute statistics of the logits by tiles of the vocabulary, in fp32.
 
     With z the logits: z of each target, NaN if it is outside this vocabulary range; the largest z;
-    the sum of exp(z - largest); and the sum of (z - largest) exp(z - largest), or 0 without
-    `entropy`.
+    the sum of exp(z - largest); and the sum of (z - largest) exp(z - largest) if `entropy`, else 0.
     """
     target_logits = hidden.new_full((len(targets), 1), float("nan"), dtype=torch.float32)
     # Not -inf: for a tile of -inf, the difference would be NaN.

@@ -136,7 +136,7 @@ def step_environment(layout: Layout, deployment: Deployment) -> Mapping[str, str
 
 
 def list_devices(host: Host, deployment: Deployment) -> list[str]:
-    """Return the GPUs that a host's processes use, as named by `list_gpus`; empty if none.
+    """Return the GPUs that a host's processes use, as named by `list_gpus`, or [] if none.
 
     The host must be this machine.
     """

@@ -1,4 +1,4 @@
-"""Processes that this machine can run, and the environment variables it passes to others.
+"""Processes that this machine can run, and environment variables that it passes to other ones.
 
 Values are passed through pipes and SLURM's environment, never on a command line, which every user
 of a machine can read.
@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from pipeline.system.errors import ConfigError
+from pipeline.system.errors import ConfigError, counted
 
 CPU_PROCESSES = 2
 """Default number of processes on a machine without a GPU."""
@@ -36,7 +36,7 @@ def count_processes(requested: int | None, *, option: str = "--num-processes") -
     """
     gpus = len(list_gpus())
     if requested is not None and 0 < gpus < requested:
-        raise ConfigError(f"{option} {requested} exceeds the number of GPUs here, {gpus}")
+        raise ConfigError(f"{option} {requested} exceeds this machine's {counted(gpus, 'GPU')}")
     return requested or gpus or CPU_PROCESSES
 
 
@@ -62,7 +62,7 @@ class Gpu(NamedTuple):
 
 
 def query_gpus() -> list[Gpu]:
-    """Return the machine's GPUs, visible to this process or not; empty without nvidia-smi."""
+    """Return the machine's GPUs, visible to this process or not, or [] without nvidia-smi."""
     if shutil.which("nvidia-smi") is None:
         return []
     query = ["--query-gpu=name,memory.total,memory.used", "--format=csv,noheader,nounits"]

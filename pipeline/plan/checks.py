@@ -218,7 +218,7 @@ ON_HUB = "on the Hub, read when the run starts"
 
 
 def _unread_reason(paths: Iterable[str]) -> str:
-    """Return the reason why a plan doesn't read the rows of these paths; empty if it does."""
+    """Return the reason why a plan doesn't read the rows of these paths, or "" if it does."""
     size = 0
     for path in paths:
         bare = bare_name(path)

@@ -187,7 +187,7 @@ def add_to_summary(out: Path, name: str) -> None:
 
 
 def read_summary(out: Path) -> dict[str, Any]:
-    """Return the content of summary.json; empty before the first step has finished."""
+    """Return the content of summary.json, or {} before the first step has finished."""
     try:
         return json.loads((out / SUMMARY).read_text(encoding="utf-8"))
     except (FileNotFoundError, ValueError):
@@ -260,7 +260,7 @@ def _skipped_steps(request: Request, stages: Sequence[Stage]) -> set[str]:
 
 
 def _find_difference(stage: Stage, directory: Path, config: StepConfig, request: Request) -> str:
-    """Return the first difference, such as "sft.seed 1 where this run has 2"; empty if none.
+    """Return the first difference, such as "sft.seed 1 where this run has 2", or "" if none.
 
     If the step will not run, only the settings that all steps share are compared.
     """
@@ -334,7 +334,7 @@ def without_options(argv: Sequence[str], names: Collection[str]) -> list[str]:
 
 
 def last_steps(out: Path) -> set[int]:
-    """Return the numbers of the steps in the last run recorded in `out`; empty without a record."""
+    """Return the numbers of the steps in the last run recorded in `out`, if a run is recorded."""
     given = dict(split_options(with_last_options(["--resume", "--output-dir", str(out)])))
     steps = given.get("step", ["1", "2", "3"])
     return {int(word) for word in steps if word.isdigit()} if (out / COMMAND).is_file() else set()

@@ -109,7 +109,7 @@ def resolve_run(
 
 @dataclass(frozen=True)
 class Resolver:
-    """The layers of all steps of a run."""
+    """Resolves the layers of settings of a run's steps."""
 
     command_line: CommandLine
     stages: Sequence[Stage]

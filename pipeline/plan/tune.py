@@ -202,7 +202,7 @@ class _StepTuner:
         return speed
 
     def _run(self, config: StepConfig, log: Path) -> tuple[int, list[dict[str, Any]]]:
-        """Run a few optimizer steps of the step; return the exit code and lines of its metrics."""
+        """Run the step for a few optimizer steps; return the exit code and the lines of metrics."""
         plan, out = self.plan, self._out / MODELS / self.stage.name
         shutil.rmtree(out, ignore_errors=True)
         log.parent.mkdir(parents=True, exist_ok=True)

@@ -98,8 +98,8 @@ def change_interval(gained: float, lost: float, count: int) -> Interval:
     """Return the 95% interval of the change of a fraction from one model to another.
 
     Of `count` prompts, only the new model is right on `gained` and only the old one on `lost`. Both
-    numbers may be fractional, for which the interval is conservative. Half a prompt is added to
-    each of the four kinds of pairs (Agresti and Min 2005, "Wald + 2").
+    numbers may be fractional; the interval is then conservative. Half a prompt is added to each of
+    the four kinds of pairs (Agresti and Min 2005, "Wald + 2").
     """
     total = count + 2
     change = (gained - lost) / total
@@ -116,7 +116,7 @@ def get_verdict(interval: Interval, *, equal: float = 0.0) -> Verdict:
 
 
 def pass_rates(results: Results) -> dict[str, float]:
-    """Return the pass rate (correct and polite) of each model, in order; empty if not judged."""
+    """Return the pass rate (correct and polite) of each model, in order, or {} if not judged."""
     rates = {
         model: finite(rate)
         for step in results.steps.values()

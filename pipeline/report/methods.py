@@ -141,7 +141,7 @@ class Comparison:
 
 
 def compare_methods(results: Results) -> Comparison | None:
-    """Compare the methods of a run; None if there is only one, or no method has evaluations."""
+    """Compare the methods of a run; return None if there is only one or none has evaluations."""
     origins = [step.began_from for step in results.methods if step.began_from is not None]
     origin = max(origins, key=origins.count, default=None)
     comparable = [step for step in results.methods if step.began_from in (None, origin)]
@@ -250,7 +250,7 @@ def _differing_settings(steps: Sequence[StepResult], prefixes: Sequence[str]) ->
 
 
 def _limitation(method: Method, same_origin: bool) -> str:  # noqa: FBT001
-    """Return the reason why a method is not fully compared at equal KL; empty if it is."""
+    """Return the reason why a method is not fully compared at equal KL, or "" if it is."""
     if not same_origin:
         return "started from a different model and is not compared"
     if not method.evaluations:
@@ -265,7 +265,7 @@ def _limitation(method: Method, same_origin: bool) -> str:  # noqa: FBT001
 
 
 def header(comparison: Comparison) -> tuple[str, ...]:
-    """Return the column headers of the table after the first column."""
+    """Return the headers of all columns of the table except the first."""
     at_equal_kl = ("at equal KL", "the best is") if comparison.equal else ()
     columns = ("95% interval", "KL", "length", "stops", "time", "samples")
     return (METRICS[comparison.metric], *columns, *at_equal_kl)

@@ -209,7 +209,7 @@ def _run_step(plan: Plan, stage: Stage, *, resumes: bool) -> ExitStatus:
 
 
 def _report_failure(plan: Plan, stage: Stage, status: ExitStatus) -> int:
-    """Report a failed step and return its exit code; 0 if the step is done."""
+    """Report a failed step and return its exit code, or 0 if the step is done."""
     out = plan.request.output_dir
     if status.code == EXIT_REQUEUE or status.signal_received in STOP_SIGNALS:
         print_error(f"stopped in {stage.title}; run the same command with --resume to continue")

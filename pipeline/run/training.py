@@ -295,7 +295,7 @@ def exporting_best(
 
 
 def check_initial_metrics(path: str | None, metrics: Mapping[str, float]) -> None:
-    """Reject a model that is broken before any training.
+    """Reject a model whose metrics are not finite before training.
 
     Raises:
         ModelError: a metric of the first evaluation is infinite or not a number.

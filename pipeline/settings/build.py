@@ -40,7 +40,7 @@ ConfigT = TypeVar("ConfigT")
 
 @dataclass(frozen=True)
 class Layer:
-    """Settings from one source, nested like the dataclass; later layers win."""
+    """Settings from one source, nested like the dataclass; later layers override earlier ones."""
 
     settings: Mapping[str, Any]
 
@@ -77,7 +77,7 @@ def build_config(
 def method_layer(
     config_class: type, layers: Sequence[Layer], overrides: Sequence[Option] = ()
 ) -> Layer:
-    """Return the `METHODS` entry that the setting `method` names; empty if it is not set.
+    """Return the `METHODS` entry that the setting `method` names, or an empty one if not set.
 
     An unknown name gives an empty layer, and an error when the settings are built.
     """

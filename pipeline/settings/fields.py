@@ -169,7 +169,7 @@ def config_yaml(config: object) -> str:
 
 
 def read_step_config(directory: Path) -> dict[str, Any]:
-    """Return the settings in a step's config.yaml; empty if they can't be read."""
+    """Return the settings in a step's config.yaml, or {} if they can't be read."""
     try:
         settings = yaml.safe_load((directory / "config.yaml").read_text("utf-8"))
     except (OSError, ValueError, yaml.YAMLError):

@@ -60,8 +60,9 @@ def require_reachable(message: str, error: type[UserError], *, alternative: str)
     """Check that the Hub can be reached.
 
     Raises:
-        UserError: it can't be; the error, of the given type, states `message` (what was not found
-            on this machine), the reason, and the fix, with an `alternative` to a Hub name.
+        UserError: the Hub can't be reached; the error, of the given type, states `message` (what
+            was not found on this machine), the reason, and the fix, with an `alternative` to a Hub
+            name.
     """
     reason = unreachable_reason()
     if reason is not None:
@@ -70,7 +71,7 @@ def require_reachable(message: str, error: type[UserError], *, alternative: str)
 
 
 def check_push(name: str, *, online: bool) -> None:
-    """Check the repository's name and that there is a token; if `online`, also its permissions.
+    """Check the repository's name and that a token exists; if `online`, also the token's rights.
 
     Raises:
         ConfigError: the upload would fail.

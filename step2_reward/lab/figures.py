@@ -68,9 +68,9 @@ def class_report(
 
     Returns:
         macro_recall and macro_f1, means over the classes that have rows; confusion, the number
-            of rows by true and predicted class; and classes, for each class against all others:
-            its name, rows, precision (0 without a prediction), recall, f1 and auc (None unless
-            there are rows of both kinds).
+            of rows by true and predicted class; and classes, for each class against all others: its
+            name, number of rows, precision (0 without a prediction), recall, f1 and auc (None
+            unless there are rows of both kinds).
     """
     num_classes = len(names)
     predicted = logprobs.argmax(dim=1)

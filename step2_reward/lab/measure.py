@@ -339,7 +339,7 @@ def measure_model(config: LabConfig) -> Measurement:
     rows = [row for row in examples if has_label_kind(labels.kind, row)][: config.rows]
     if not rows:
         raise DataError(
-            f"data_path {config.data_path}: none of its {len(examples)} rows has"
+            f"data_path {config.data_path}: none of the {len(examples)} rows has"
             f" {REQUIRED[labels.kind]}, which a model trained on labels of kind {labels.kind} needs"
         )
     if labels.kind == "classes":

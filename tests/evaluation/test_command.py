@@ -70,7 +70,7 @@ def test_model_is_evaluated_on_several_tasks(
     correct = [grades["correct"][0] for line in lines[3:] for grades in line["grades"]]
     assert figures[4]["value"] == sum(correct) / 15
     table = capsys.readouterr().out.splitlines()
-    assert table[0].split() == ["task", "metric", "value", "95", "%", "interval", "questions"]
+    assert table[0].split() == ["task", "metric", "value", "95%", "interval", "questions"]
     assert table[2].startswith("gsm8k       strict pass@2")
 
 

@@ -1,8 +1,7 @@
 """The files of a corpus, and the documents that are held out.
 
 Whether a document is held out depends only on a hash of its first tokens and on `data.seed`, so
-either all copies of a document are held out or none are, and enlarging the corpus moves no
-document.
+either all copies of a document are held out or none are, and enlarging the corpus moves none.
 """
 
 import hashlib

@@ -108,7 +108,7 @@ class Windows:
             yield TokenRow(self.file, tuple(spans), self.bos)
 
     def _cut(self, document: int, start: int, end: int) -> list[Span]:
-        """Return a document's tokens at positions [`start`, `end`); empty if there is only bos."""
+        """Return a document's tokens at positions [`start`, `end`), or [] if there is only bos."""
         document_start = int(self._starts[document])
         first = max(start, document_start + self._num_bos)
         offset = int(self.file.starts[document]) - document_start - self._num_bos

@@ -115,7 +115,7 @@ def file_name(rank: int, world_size: int) -> str:
 
 
 def list_steps(root: Path) -> list[Path]:
-    """List the step directories in `root`, newest first; none if `root` does not exist.
+    """List the step directories in `root`, newest first, or none if `root` does not exist.
 
     Raises:
         CheckpointError: `root` can't be read.

@@ -336,7 +336,7 @@ def _is_valid(path: Path) -> bool:
 
 
 def _describe_error(error: Exception, rank: int) -> str:
-    """Describe why a save failed, as a part of a sentence."""
+    """Describe why a save failed, as part of a sentence."""
     if isinstance(error, SaveError | CheckpointError):
         return str(error)
     location = f" at {error.filename}" if isinstance(error, OSError) and error.filename else ""

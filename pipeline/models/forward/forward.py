@@ -313,7 +313,7 @@ POSITIONS_AFTER_PADDING = (
 
 
 def context_length(model: PreTrainedModel) -> int:
-    """Return the maximum length of the model's position encoding; 2^31 if it has no limit."""
+    """Return the maximum length of the model's position encoding, or 2^31 if it has no limit."""
     return max_positions(model.config)
 
 

@@ -267,7 +267,7 @@ def shard_if_possible(model: PreTrainedModel, group: Group, *, sequence: bool) -
         shard_layers(model, group, sequence=sequence)
     else:
         logger.info(
-            "layers of %s models can't be sharded over %d processes: each has a full copy",
+            "layers of %s models can't be sharded over %d processes: each process has a full copy",
             model.config.model_type,
             group.size,
         )
