@@ -33,7 +33,7 @@ def step_help(config_class: type, *, full: bool = False) -> str:
         (config_class.__doc__ or "").strip().splitlines()[0],
         "",
         *help_entry("--help [all]", "Print this help; `all` describes every setting."),
-        *help_entry("--config FILE ...", "YAML files of settings; later ones win."),
+        *help_entry("--config FILE ...", "YAML settings files; later ones override earlier ones."),
         *help_entry("--zero-config FILE", "DeepSpeed file; overrides --config: docs/deepspeed.md."),
         *help_entry("--print_config", "Print the resolved settings and exit."),
     ]

@@ -1,4 +1,4 @@
-"""The settings of the steps: one list of layers per step, merged once; later ones win.
+"""The settings of the steps: one list of layers per step, merged once in ascending precedence.
 
 1. models from earlier steps; 2. `configs/embedded.yaml` for models derived from the embedded one,
 else the default data; 3. the defaults of the chosen method; 4. what `--plan auto` chose; 5.

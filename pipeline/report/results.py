@@ -179,7 +179,7 @@ def known(values: Values) -> list[float]:
 
 
 def mean(values: Sequence[float]) -> float:
-    """Return the mean; minus infinity if there are no values."""
+    """Return the mean, or minus infinity if there are no values."""
     return sum(values) / len(values) if values else -math.inf
 
 

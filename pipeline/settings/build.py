@@ -60,8 +60,9 @@ def build_config(
 ) -> ConfigT:
     """Build an instance of the dataclass `config_class`, with types and ranges checked.
 
-    The settings of `layers` are in order of increasing precedence; `overrides`, dotted names and
-    their values from the command line, win. Messages begin names with `section`, such as "sft.".
+    The settings of `layers` are in order of increasing precedence; `overrides`, dotted names with
+    values from the command line, override them. Messages begin names with `section`, such as
+    "sft.".
 
     Raises:
         ConfigError: a setting is unknown, of the wrong type, out of range or contradictory.

@@ -61,8 +61,7 @@ def require_reachable(message: str, error: type[UserError], *, alternative: str)
 
     Raises:
         UserError: the Hub can't be reached; the error, of the given type, states `message` (what
-            was not found on this machine), the reason, and the fix, with an `alternative` to a Hub
-            name.
+            was not found here), the reason, and the fix, with an `alternative` to a Hub name.
     """
     reason = unreachable_reason()
     if reason is not None:

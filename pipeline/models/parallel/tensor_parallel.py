@@ -176,9 +176,9 @@ def find_mismatch(
 ) -> str | None:
     """Compare a small sharded model of a family with a full one; return a reason to reject it.
 
-    All processes of the group must call this; the result is the same on all. `model` is a full one;
-    `shards_tables` and `sequence` say whether embedding and output layer, and hidden states, are
-    sharded.
+    All processes of the group must call this and get the same result. `model` is a full one;
+    `shards_tables` and `sequence` are true if the embedding and output layers, and the hidden
+    states, are sharded.
     """
     family, packed = Family.from_model(model, heads=2 * group.size), detect_batching(model).packed
     full, sharded = (family.copy(packed=packed).to(local_device()) for _ in range(2))  # pyrefly: ignore[bad-argument-type]
