@@ -216,7 +216,7 @@ class Engine:
         """Clip the summed gradients, apply them if they are finite, and clear them.
 
         Raises:
-            NonFiniteGradientError: too many steps in a row are skipped, or one at the lowest scale.
+            NonFiniteGradientError: too many steps in a row or one at the lowest scale are skipped.
         """
         fault_point("engine.step")
         self.zero.check_ready()

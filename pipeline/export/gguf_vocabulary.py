@@ -129,7 +129,7 @@ def read_tokenizer(reader: "GGUFReader") -> tuple[PreTrainedTokenizerFast, tuple
     is_sentencepiece = raw["model"] == "llama"
     if not is_sentencepiece and (raw["model"] != "gpt2" or raw["pre"] not in PATTERNS):
         raise ModelError(
-            f"its tokenizer ({raw['model']}, {raw['pre']}) is not supported, only"
+            f"the GGUF tokenizer ({raw['model']}, {raw['pre']}) is not supported, only"
             f" llama, and gpt2 with {', '.join(PATTERNS)}; use the model's directory"
         )
     defaults: dict[str, Any] = {"pre": "default", "token_type": [NORMAL] * len(raw["tokens"])}

@@ -127,7 +127,7 @@ def _run_checks(plan: Plan, checks: Sequence[Callable[[Stage], None]]) -> None:
 
 
 def _check_processes(plan: Plan, stage: Stage) -> None:
-    """Check that parallel sizes divide the number of processes; each must have prompts."""
+    """Check that parallel sizes divide the number of processes, and that each has prompts."""
     settings: Any = plan.configs[stage.name]
     settings.check_processes(plan.machine.world, section=stage.prefix)
     work = settings.workload(plan.machine.world)

@@ -346,7 +346,7 @@ def find_model(path: str, method: str | None = None) -> str:
         if method is not None:
             raise ModelError(
                 f"--method selects a model of a run, but {path} is not a run's output directory;"
-                " omit it"
+                " omit --method"
             )
         return path
     chosen = find_chat_model(steps)

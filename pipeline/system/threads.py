@@ -48,6 +48,6 @@ def shorten_spinning(environment: MutableMapping[str, str]) -> None:
 
 
 def cores_per_process(processes: int) -> int:
-    """Return the number of cores per process, at least 1, if this machine runs `processes`."""
+    """Return the number of cores (at least 1) for each of `processes` processes on this machine."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return max(1, (cores or 1) // processes)

@@ -62,7 +62,7 @@ def main(argv: Sequence[str]) -> None:
         "--resume", action="store_true", help="continue an interrupted run; keep finished pieces"
     )
     show_command.add_argument("--document", type=int, help="zero-based index of a document to show")
-    show_command.add_argument("--tokenizer", help="tokenizer for --document; default: the file's")
+    show_command.add_argument("--tokenizer", help="tokenizer for --document, by default the file's")
     shuffle_command.add_argument("--seed", type=int, default=0, help="seed of the shuffle")
     options = parser.parse_args(list(argv))
     if "out" in options:
