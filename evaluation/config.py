@@ -134,6 +134,10 @@ class EvaluationConfig:
             f"--max-new-tokens must be positive, got {self.max_new_tokens}",
         )
         require(self.batch_size > 0, f"--batch-size must be positive, got {self.batch_size}")
+        require(
+            self.output != self.responses_path,
+            f"--output {self.output} names the file of responses; pass a name that ends in .json",
+        )
 
     @property
     def paths(self) -> Mapping[str, str]:

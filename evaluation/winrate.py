@@ -103,7 +103,7 @@ def main(argv: Sequence[str]) -> None:
         " [--SETTING VALUE ...]",
         about="Compare the responses of models, and print their win rates (docs/evaluation.md).",
     )
-    check_writable(config.output, option="--output")
+    check_writable(config.output, config.prompts, option="--output")
 
     from pipeline.models.hf.chat import check_ready
     from pipeline.system.logs import configure_logging

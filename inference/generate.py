@@ -14,6 +14,7 @@ from pathlib import Path
 
 from inference.settings import ModelOptions
 from pipeline.cli.options import parse_command, run_main
+from pipeline.files.durable import check_writable
 from pipeline.report.results import find_model
 from pipeline.system.errors import require
 from pipeline.system.installation import MODULE
@@ -87,6 +88,7 @@ def main(argv: Sequence[str]) -> None:
     from pipeline.system.logs import configure_logging
 
     configure_logging(is_main=True)
+    check_writable(config.out, config.prompts, option="--out")
     prompts = read_prompts(config.prompts)
     path = find_model(config.path, config.method)
     model, tokenizer = load_for_inference(path, precision=config.precision)

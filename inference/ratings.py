@@ -19,7 +19,7 @@ from typing import Any
 
 from pipeline.cli.options import parse_command, print_output, run_main
 from pipeline.data.rows.shapes import SCHEMA, UNDO
-from pipeline.files.durable import sync, write_output
+from pipeline.files.durable import check_writable, sync, write_output
 from pipeline.system.errors import ConfigError, DataError, counted, require
 from pipeline.system.installation import MODULE
 
@@ -104,7 +104,7 @@ def read_ratings(path: Path) -> list[Rating]:
         DataError: the file can't be read, or a line is not a rating.
     """
     try:
-        text = path.read_text("utf-8")
+        text = path.read_text("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise DataError(f"{path} can't be read: {reason}") from None
@@ -179,6 +179,7 @@ def export_rows(arguments: Sequence[str]) -> None:
     about = "Write one row per pair (decided by majority vote), correction and good response."
     config = parse_command(ExportConfig, arguments[count:], usage=USAGE, about=about)
     require(len(files) > 0, f"a ratings file is missing; usage: {USAGE}")
+    check_writable(config.out, *files, option="--out")
     ratings = active_ratings([rating for file in files for rating in read_ratings(Path(file))])
     rows, undecided = export(ratings)
     if not rows:

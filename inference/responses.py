@@ -255,8 +255,6 @@ def write_responses(
     Raises:
         DataError: a prompt can't be encoded (raised before generation), or `out` can't be written.
     """
-    if out.is_dir():
-        raise DataError(f"--out {out} is a directory; name a file")
     encoded = [responder.encode(prompt) for prompt in prompts]
     partial = out.with_name(f"{out.name}.{responder.fingerprint(prompts, model_path)}.partial")
     progress = Progress("generate", len(prompts))

@@ -90,7 +90,7 @@ def main(argv: Sequence[str]) -> None:
         about="Sample responses, score them, and write the best as training data.",
         aliases=ALIASES,
     )
-    check_writable(config.output, option="--output")
+    check_writable(config.output, config.prompts, option="--output")
 
     from pipeline.models.hf.chat import check_ready
     from pipeline.system.logs import configure_logging

@@ -116,7 +116,8 @@ class LabConfig:
     """Maximum number of tokens per dialogue; longer ones lose their beginning."""
 
     output_dir: Path | None = None
-    """Directory of lab.json and predictions.jsonl; null uses `lab` in the model's directory."""
+    """Directory of lab.json and predictions.jsonl; null uses `lab` in the model's directory, or in
+    the current one for a model on the Hub."""
 
     def __post_init__(self) -> None:
         require(bool(self.path), "--path is missing: pass the directory of a reward model")

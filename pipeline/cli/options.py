@@ -43,6 +43,7 @@ from pipeline.parallel import launched
 from pipeline.settings.build import Layer, build_config, method_layer, read_settings
 from pipeline.settings.fields import Option, config_yaml, did_you_mean, list_settings
 from pipeline.system.errors import (
+    EXIT_USER_ERROR,
     ConfigError,
     DivergedError,
     JobFailed,
@@ -50,6 +51,7 @@ from pipeline.system.errors import (
     exit_code,
     is_disk_full,
     is_out_of_memory,
+    require,
 )
 from pipeline.system.installation import find_preset
 from pipeline.system.signals import EXIT_INTERRUPTED
@@ -84,7 +86,9 @@ def parse_step(config_class: type[ConfigT], argv: Sequence[str]) -> ConfigT:
             case "config":
                 layers += [_select_section(layer, config_class) for layer in load_layers(values)]
             case "zero_config":
-                zero_config = _parse_single_path("--zero-config", values)
+                got = " ".join(values) or "none"
+                require(len(values) == 1, f"--zero-config takes one file, got {got}")
+                zero_config = Path(values[0])
             case _:
                 overrides.append((name, values))
     layers.insert(0, method_layer(config_class, layers, overrides))
@@ -162,9 +166,8 @@ def load_layers(paths: Sequence[str]) -> list[Layer]:
     Raises:
         ConfigError: no file is given, or the file doesn't exist or is not a YAML mapping.
     """
-    if not paths:
-        raise ConfigError("--config needs a file")
-    return [read_settings(find_preset(Path(path))) for path in paths]
+    require(bool(paths), "--config needs a file")
+    return [read_settings(find_preset(Path(path).expanduser())) for path in paths]
 
 
 def write_config(config: object, path: Path) -> None:
@@ -203,6 +206,9 @@ def run_main(main: Callable[[Sequence[str]], None], argv: Sequence[str] | None =
             print_error(f"error: the disk is full: {error}; free some space", once_per_job=True)
         elif is_out_of_memory(error):
             print_error(f"out of memory: {error}")
+        elif "home directory" in str(error):  # from Path.expanduser
+            print_error("error: a path begins with ~ and the name of an unknown user")
+            sys.exit(EXIT_USER_ERROR)
         else:
             raise
         sys.exit(exit_code(error))
@@ -228,12 +234,6 @@ def print_notice(text: str) -> None:
     if launched.rank() == 0:
         sys.stderr.write(text.rstrip("\n") + "\n")
         sys.stderr.flush()
-
-
-def _parse_single_path(option: str, values: Sequence[str]) -> Path:
-    if len(values) != 1:
-        raise ConfigError(f"{option} takes one file, got {' '.join(values) or 'none'}")
-    return Path(values[0])
 
 
 def _claim_message(message: str) -> bool:

@@ -74,15 +74,17 @@ def sync_tree(directory: Path) -> None:
     sync(directory)
 
 
-def check_writable(path: Path, *, option: str) -> None:
+def check_writable(path: Path, *inputs: str | Path, option: str) -> None:
     """Check that a file can probably be written at `path`, without creating anything.
 
     Call it before computing what the file will contain.
 
     Raises:
-        ConfigError: `path`, set by `option`, is a directory, or its parent is a file or not
-            writable.
+        ConfigError: `path`, set by `option`, is a directory or one of the files `inputs`, or its
+            parent is a file or not writable.
     """
+    if path.resolve() in [Path(file).expanduser().resolve() for file in inputs]:
+        raise ConfigError(f"{option} {path} is also an input; pass another file name")
     if path.is_dir():
         raise ConfigError(f"{option} {path} is a directory; pass a file name")
     ancestor = path.absolute().parent

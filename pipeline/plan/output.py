@@ -349,7 +349,7 @@ def with_last_options(argv: Sequence[str]) -> list[str]:
     if given.get("resume") not in ([], ["true"]) or given.keys() - set(UNRECORDED_OPTIONS):
         return list(argv)
     text = " ".join(given.get("output_dir", [])) or str(Request.output_dir)
-    out = Path(text).expanduser() if text.startswith("~/") else Path(text)
+    out = Path(text).expanduser()
     try:
         words = shlex.split((out / COMMAND).read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -150,9 +150,7 @@ def get_type(config_class: type, name: str) -> object:
     return typing.get_args(kind)[1] if typing.get_origin(kind) is dict else None
 
 
-@functools.cache
-def _adapter(kind: Any) -> TypeAdapter[Any]:  # noqa: ANN401
-    return TypeAdapter(kind)
+_adapter = functools.cache(TypeAdapter)
 
 
 def _section_values(value: object) -> dict[str, Any]:
@@ -191,7 +189,7 @@ def _normalize_value(kind: object, value: object, name: str, source: str) -> obj
         return _check_items(item_class, value, name, source) if preset is None else preset
     if typing.get_origin(without_none(kind)) is tuple and isinstance(value, str | int | float):
         return _parse_list(without_none(kind), [value]) if isinstance(value, str) else [value]
-    if without_none(kind) is Path and isinstance(value, str) and value.startswith("~/"):
+    if without_none(kind) is Path and isinstance(value, str) and value.startswith("~"):
         return Path(value).expanduser()
     return str(value) if isinstance(value, date) else value
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pipeline.cli.options import parse_command, run_main
+from pipeline.files.durable import check_writable
 from pipeline.system.installation import MODULE
 from step2_reward.config import LabConfig
 
@@ -30,8 +31,10 @@ def main(argv: Sequence[str]) -> None:
     from step2_reward.lab.sentences import format_findings, write_measurement
 
     configure_logging(is_main=True)
+    local = Path(config.path).expanduser()
+    directory = config.output_dir or (local if local.is_dir() else Path()) / "lab"
+    check_writable(directory / LAB, option="--output-dir")
     measurement = measure_model(config)
-    directory = config.output_dir or Path(config.path) / "lab"
     write_measurement(measurement, directory)
     lines = [f"{sentence}." for sentence in format_findings(measurement[0])]
     sys.stdout.write("\n".join([*lines, f"metrics: {directory / LAB}"]) + "\n")

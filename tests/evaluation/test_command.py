@@ -115,6 +115,7 @@ def test_two_processes_sample_the_same_responses_as_one(model: Path) -> None:
     assert len(set(map(tuple, expected))) > 1
 
 
+EMBEDDED_TASK = ("--path", "embedded", "--tasks", "embedded")
 REJECTED = {
     "--path is missing": ["--tasks", "embedded"],
     "--tasks is missing": ["--path", "embedded"],
@@ -122,13 +123,10 @@ REJECTED = {
     "--data gsm8k=PATH": ["--path", "embedded", "--tasks", "gsm8k"],
     "two paths for gsm8k": ["--path", "a", "--tasks", "gsm8k", "--data", "gsm8k=a", "gsm8k=b"],
     "no such file or directory": ["--path", "a", "--tasks", "gsm8k", "--data", "gsm8k=none.jsonl"],
-    "--k 4 needs that many responses per": [
-        *("--path", "embedded", "--tasks", "embedded", "--k", "1", "4", "--samples", "2")
-    ],
-    "gives the same response 4 times": [
-        *("--path", "embedded", "--tasks", "embedded", "--k", "4", "--temperature", "0")
-    ],
-    "--shots is only for gsm8k": ["--path", "embedded", "--tasks", "embedded", "--shots", "8"],
+    "--k 4 needs that many responses per": [*EMBEDDED_TASK, "--k", "1", "4", "--samples", "2"],
+    "gives the same response 4 times": [*EMBEDDED_TASK, "--k", "4", "--temperature", "0"],
+    "--shots is only for gsm8k": [*EMBEDDED_TASK, "--shots", "8"],
+    "names the file of responses": [*EMBEDDED_TASK, "--output", "x.jsonl"],
     "/no/such": ["--path", "/no/such", "--tasks", "embedded"],
 }
 

@@ -20,7 +20,7 @@ from inference.ratings import (
 from pipeline.config import RowColumns
 from pipeline.data.examples import Message
 from pipeline.data.rows.reading import read_paths
-from pipeline.system.errors import DataError
+from pipeline.system.errors import ConfigError, DataError
 
 ROOT = Path(__file__).parent.parent.parent
 QUESTION = {"role": "user", "content": "Q"}
@@ -138,6 +138,7 @@ def test_commands_write_rows_that_steps_read(
 ) -> None:
     first, second, out = (tmp_path / name for name in ("a.jsonl", "b.jsonl", "out.jsonl"))
     add_ratings(first, pair(0, shown=[0, 1], blind=True), pair(None))
+    first.write_bytes(b"\xef\xbb\xbf" + first.read_bytes())  # a byte order mark, as on Windows
     add_ratings(second, pair(1, rater="ben", messages=[{"role": "user", "content": "R"}]))
 
     main(["export", str(first), str(second), str(first), "--out", str(out)])
@@ -149,3 +150,5 @@ def test_commands_write_rows_that_steps_read(
     assert sorted(chosen) == ["a longer one", "short"]
     (data,) = read_paths([str(out)], {}, RowColumns(), step=2, notes=[])
     assert len(data.train) == 2
+    with pytest.raises(ConfigError, match="is also an input"):
+        main(["export", str(first), "--out", str(first)])

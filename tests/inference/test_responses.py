@@ -15,7 +15,7 @@ from inference.responses import Prompt, Responder, TextResponse, read_prompts, w
 from inference.settings import Sampling
 from pipeline.data.examples import Message
 from pipeline.models.hf.load import load_for_inference
-from pipeline.system.errors import DataError
+from pipeline.system.errors import ConfigError, DataError
 from tests.pipeline.export.models import save_embedded
 
 PROMPTS = ["What is 3 plus 4?", "Hi", "Name a colour.", "Spell cat.", "Is 5 even?"]
@@ -67,6 +67,8 @@ def test_command_writes_responses_in_input_order(tmp_path: Path) -> None:
             assert 1 <= len(ids) == len(logprobs) <= 5
             assert all(logprob <= 0 for logprob in logprobs)
     assert [path.name for path in out.parent.iterdir()] == ["out.jsonl"]
+    with pytest.raises(ConfigError, match="is also an input"):
+        main(["--path", "embedded", "--prompts", str(path), "--out", str(path)])
 
 
 def test_weights_have_the_requested_precision(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from pipeline.config import EMBEDDED, DataConfig, FrozenModelConfig
 from pipeline.data.examples import Example, Message
 from pipeline.models.hf.chat import load_chat
 from pipeline.report.page import write_report
+from pipeline.system.errors import ConfigError
 from step2_reward.lab.__main__ import main
 from step2_reward.lab.measure import change_response
 from step2_reward.train import train
@@ -62,6 +63,8 @@ def test_command_maps_columns_and_scores_changed_responses(trained: Path, tmp_pa
 
     probes = read_lab(tmp_path)["probes"]
     assert set(probes) == {"no_end", "truncated", "doubled"}
+    with pytest.raises(ConfigError, match="output-dir"):
+        main(["--path", step, "--data-path", str(data), "--output-dir", str(data)])
     assert all(0 <= probe["lower"] <= 1 and probe["responses"] > 0 for probe in probes.values())
 
 

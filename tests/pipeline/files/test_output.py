@@ -59,3 +59,5 @@ def test_check_writable_raises_for_unwritable_paths(
     for name, reason in reasons.items():
         with pytest.raises(ConfigError, match=f"^--out {tmp_path}/{name} {reason}"):
             check_writable(tmp_path / name, option="--out")
+    with pytest.raises(ConfigError, match="is also an input"):
+        check_writable(tmp_path / "open/../file", "other", tmp_path / "file", option="--out")

@@ -37,11 +37,13 @@ def test_error_names_the_settings_file_and_line(tmp_path: Path, text: str, messa
     assert message.replace("{}", str(file)) in str(error.value)
 
 
-def test_off_is_text_and_an_empty_mapping_takes_entries(tmp_path: Path) -> None:
-    file = tmp_path / "my.yaml"
-    file.write_text("output_dir: ~/x\nmodel: {kernels: off}\ndata:\n  fields:\n")
+def test_off_is_text_and_an_empty_mapping_takes_entries(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "my.yaml").write_text("output_dir: ~/x\nmodel: {kernels: off}\ndata:\n  fields:\n")
 
-    config = parse_step(SFTConfig, ["--config", str(file), "--data.fields.prompt", "q"])
+    config = parse_step(SFTConfig, ["--config=~/my.yaml", "--data.fields.prompt", "q"])
 
     assert (config.model.kernels, config.data.fields) == ("off", {"prompt": "q"})
-    assert config.output_dir == Path.home() / "x"
+    assert config.output_dir == tmp_path / "x"
