@@ -32,7 +32,7 @@ MESSAGES: Mapping[str, str] = {
     "explained_variance": "the critic explains {explained_variance:.2f} of the returns' variance,"
     " below {limit:g}: advantages are noise; tune ppo.critic.{critic_rate}",
     "skipped": "{skipped:.2g} optimizer steps per update were skipped, above {limit:g}: gradients"
-    " are not finite; lower ppo.actor.{rate}, or train with precision bf16 or fp32",
+    " are not finite; lower ppo.actor.{rate} or, with precision fp16, use bf16 or fp32",
     "dead_groups": "{dead_groups:.0%} of prompts have responses with equal rewards, above"
     " {limit:.0%}: they give no gradient; use other prompts, or set ppo.dynamic_sampling",
     "reward_failures": "{reward_failures:.0%} of responses have no reward, above {limit:.0%}: check"

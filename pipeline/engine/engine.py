@@ -349,8 +349,8 @@ class Engine:
         if self.skipped_in_a_row >= self.max_skipped:
             steps = f" for {self.max_skipped} steps in a row, first" if self.max_skipped > 1 else ""
             raise NonFiniteGradientError(
-                f"the gradient was infinite or NaN{steps} in {unit}; lower the learning rate, or"
-                " train with precision bf16 or fp32"
+                f"the gradient was infinite or NaN{steps} in {unit}; lower the learning rate"
+                " or, with precision fp16, use bf16 or fp32"
             )
 
 

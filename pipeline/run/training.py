@@ -317,6 +317,6 @@ def check_finite(context: str, metrics: Mapping[str, float]) -> None:
     for name, value in metrics.items():
         if not math.isfinite(value):
             raise DivergedError(
-                f"{name.replace('_', ' ')} {context} is {value}; lower the learning rate, or train"
-                " with precision bf16 or fp32"
+                f"{name.replace('_', ' ')} {context} is {value}; lower the learning rate or,"
+                " with precision fp16, use bf16 or fp32"
             )

@@ -86,34 +86,22 @@ def test_only_rank_0_prints_errors(
     assert capsys.readouterr().err == ""
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
-        MemoryError("cannot allocate 7 GiB"),
-        torch.OutOfMemoryError("CUDA out of memory"),
-        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 7 bytes"),
-    ],
-    ids=["Python", "CUDA", "CPU"],
-)
-def test_out_of_memory_exits_with_its_own_code(
-    error: Exception, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert get_exit_code(error) == EXIT_OUT_OF_MEMORY
-    assert capsys.readouterr().err.startswith("out of memory: ")
+SHORTAGES = {
+    MemoryError("cannot allocate 7 GiB"): EXIT_OUT_OF_MEMORY,
+    torch.OutOfMemoryError("CUDA out of memory"): EXIT_OUT_OF_MEMORY,
+    RuntimeError("DefaultCPUAllocator: can't allocate memory"): EXIT_OUT_OF_MEMORY,
+    OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "out/config.json"): EXIT_DISK_FULL,
+    SafetensorError("I/O error: No space left on device (os error 28)"): EXIT_DISK_FULL,
+}
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
-        OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "out/config.json"),
-        SafetensorError("I/O error: No space left on device (os error 28)"),
-    ],
-)
-def test_full_disk_prints_one_sentence_and_exits_with_its_own_code(
-    error: Exception, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(("error", "code"), SHORTAGES.items())
+def test_lack_of_memory_or_disk_space_exits_with_its_own_code(
+    error: Exception, code: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert get_exit_code(error) == EXIT_DISK_FULL
-    assert capsys.readouterr().err == f"error: the disk is full: {error}; free some space\n"
+    assert get_exit_code(error) == code
+    start = "out of memory" if code == EXIT_OUT_OF_MEMORY else "error: the disk is full"
+    assert capsys.readouterr().err.startswith(f"{start}: {error}")
 
 
 def test_ctrl_c_during_the_pytorch_import_prints_no_traceback() -> None:
