@@ -46,14 +46,14 @@ class Row:
 
 @dataclass(frozen=True)
 class Batch:
-    """B rows; the first sequences of all rows come before the second ones."""
+    """B rows; the sequences of a row are adjacent, so that a pair shares its prompt."""
 
     tokens: TokenBatch
     """Tokens; a process without rows (B = 0) holds the tokens of a spare row, so that it runs the
     same passes."""
 
     sequence_indices: Int[Tensor, "B K"]
-    """Index in the batch of each sequence of a row."""
+    """Index in `positions` of each sequence of a row, unless rows have labeled steps."""
 
     targets: Float[Tensor, " T"]
 
@@ -184,28 +184,27 @@ def collate_rows(all_rows: Sequence[Row], indices: Sequence[int], *, weight: flo
     """Collate the rows with these indices; if there are none, use the first row as a spare."""
     rows = [all_rows[index] for index in indices]
     present = rows or all_rows[:1]
+    tokens = collate([sequence for row in present for sequence in row.sequences])
     max_sequences = max(len(row.sequences) for row in present)
-    sequences: list[Encoded] = []
     sequence_indices = torch.zeros(len(rows), max_sequences, dtype=torch.int64)
-    ends, start = list[int](), 0
-    for position in range(max_sequences):
-        for index, row in enumerate(present):
-            if position < len(row.sequences):
-                if rows:
-                    sequence_indices[index, position] = len(sequences)
-                    ends += [start + end for end in row.ends or ()]
-                sequences.append(row.sequences[position])
-                start += len(row.sequences[position])
-    tokens = collate(sequences).to(local_device())
-    is_steps = all_rows[0].ends is not None
+    positions, first = tokens.last_tokens, 0
+    for index, row in enumerate(rows):
+        sequence_indices[index, : len(row.sequences)] = torch.arange(len(row.sequences)) + first
+        first += len(row.sequences)
+    if all_rows[0].ends is not None:
+        # Relative to the last token, because the beginning may be a shared prompt.
+        starts = [
+            last + 1 - len(row.sequences[0])
+            for last, row in zip(positions.tolist(), present, strict=True)
+        ]
+        ends = [starts[i] + end for i, row in enumerate(rows) for end in row.ends or ()]
+        positions = torch.tensor(ends, dtype=torch.int64)
     targets = torch.tensor([target for row in rows for target in row.targets], dtype=torch.float32)
     return Batch(
-        tokens=tokens,
+        tokens=tokens.to(local_device()),
         sequence_indices=to_device(sequence_indices),
         targets=to_device(targets),
-        positions=to_device(torch.tensor(ends, dtype=torch.int64))
-        if is_steps
-        else tokens.last_tokens,
+        positions=to_device(positions),
         weight=weight,
         indices=tuple(indices),
     )

@@ -80,9 +80,6 @@ class Experience:
     score: Float[Tensor, " B"] | None
     """The reward model's raw score of the whole sequence; None without a reward model."""
 
-    shares_prompts: bool = False
-    """Whether responses to the same prompt share one copy of it in the models' passes."""
-
     forward: ForwardPass | None = None
     """The pass through which the first update may backpropagate once."""
 
@@ -169,7 +166,7 @@ class Rollout:
             return None if values is None else gather_tokens(values[index])
 
         return MicroBatch(
-            tokens=collate(sequences, share_prompts=experience.shares_prompts).to(local_device()),
+            tokens=collate(sequences).to(local_device()),
             mask=mask,
             old_logprobs=gather_tokens(experience.logprobs[index]),
             ref_logprobs=gather_rows(experience.ref_logprobs),
@@ -205,12 +202,9 @@ def score_responses(
     """
     device = local_device()
     sequences = list(map(join_response, prompts, responses))
-    shared = config.group_size > 1 and models.shares_prompts
     # Without rows, a process scores its first one again, because passes are collectives.
-    parts = [rows or [0] for rows in split_micro_batches(config, sequences, shared=shared)]
-    batches = [
-        collate([sequences[row] for row in rows], share_prompts=shared).to(device) for rows in parts
-    ]
+    parts = [rows or [0] for rows in split_micro_batches(config, sequences)]
+    batches = [collate([sequences[row] for row in rows]).to(device) for rows in parts]
     read_teacher = _request_teacher(models, prompts, responses)
     # Frozen models run first, before autograd graphs occupy memory.
     results: dict[str, list[Tensor]] = {}
@@ -239,7 +233,6 @@ def score_responses(
         entropy=outputs["entropy"],
         values=outputs.get("values"),
         score=score,
-        shares_prompts=shared,
         forward=forward,
     )
 

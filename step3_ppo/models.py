@@ -31,7 +31,6 @@ from pipeline.models.forward.forward import (
     base_model,
     context_length,
     is_encoder,
-    is_ragged,
     set_fp32_logits,
 )
 from pipeline.models.forward.scores import require_score, response_scores
@@ -145,12 +144,12 @@ class RewardModel:
         """Moments of the first rollout's scores, set by `step3_ppo.train.normalize_scores`."""
 
     def scores(self, batches: Sequence[TokenBatch]) -> list[Float[Tensor, " B"]]:
-        """Compute each batch's raw scores, from sequences' last tokens or from their steps."""
+        """Compute each batch's raw scores, from rows' last tokens or from their steps."""
         with evaluating(self.engine.model):
             return self.passes.forward_everywhere(
                 batches,
                 lambda batch: response_scores(self.engine(batch), batch, self.hf_config),
-                lambda batch: (len(batch.lengths),),
+                lambda batch: (len(batch.rows),),
             )
 
     def normalize(self, scores: Float[Tensor, " B"]) -> Float[Tensor, " B"]:
@@ -241,16 +240,6 @@ class Models:
     """The critic's passes over micro-batches; None without a critic."""
     remote: RemoteGenerator | None = None
     """The processes that sample rollouts; None if this process does."""
-
-    @property
-    def shares_prompts(self) -> bool:
-        """Whether actor, reference and critic can process one copy of a prompt per group."""
-        models = [self.policy]
-        if self.reference is not None:
-            models.append(cast("Policy", self.reference.engine.model).model)
-        if self.critic is not None:
-            models.append(self.value_model)
-        return all(map(is_ragged, models))
 
     @property
     def trained(self) -> dict[str, Engine]:
@@ -465,20 +454,13 @@ def serve_rollouts(config: PPOConfig, groups: RolloutGroups) -> None:
     serve_requests(actor, groups, group_size=config.group_size, **sampling_options(chat, config))
 
 
-def split_micro_batches(
-    config: PPOConfig, rows: Sequence[Encoded], *, shared: bool = False
-) -> list[list[int]]:
-    """Split rows into micro-batches, the same number on every process; some may be empty.
+def split_micro_batches(config: PPOConfig, rows: Sequence[Encoded]) -> list[list[int]]:
+    """Split this process's rows into micro-batches; adjacent rows with equal prompts stay together.
 
-    Args:
-        config: settings of the step.
-        rows: the rows of this process.
-        shared: whether adjacent rows with the same prompt share one copy of it.
+    The number of micro-batches is the same on every process; some may be empty.
     """
     max_tokens = config.micro_batch_size * config.max_length
-    units = [[row] for row in range(len(rows))]
-    if shared:
-        units = prompt_units(rows, max_tokens=max_tokens)
+    units = prompt_units(rows, max_tokens=max_tokens)
     micro_batches = local_micro_batches(
         [sum(len(rows[row]) for row in unit) for unit in units],
         max_tokens=max_tokens,

@@ -345,11 +345,10 @@ def _backward_values(
 
 def _split_rows(rollout: Rollout, rows: Sequence[int], config: PPOConfig) -> list[MicroBatch]:
     """Split a minibatch's rows into micro-batches."""
-    experience = rollout.experience
-    sequences = [experience.sequences[row] for row in rows]
+    sequences = [rollout.experience.sequences[row] for row in rows]
     return [
         rollout.micro_batch([rows[index] for index in part])
-        for part in split_micro_batches(config, sequences, shared=experience.shares_prompts)
+        for part in split_micro_batches(config, sequences)
     ]
 
 

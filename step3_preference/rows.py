@@ -44,13 +44,19 @@ class Row:
 
 @dataclass(frozen=True)
 class RowBatch:
-    """Rows as concatenated sequences, the chosen ones first."""
+    """Rows as concatenated sequences; those of a pair are adjacent and share their prompt.
+
+    Results are ordered with the chosen sequences first.
+    """
 
     tokens: TokenBatch
     """Tokens; without rows, those of a spare row, so that all processes run the same passes."""
 
     counts: tuple[int, ...]
-    """Number of response tokens in each sequence; empty if there are no rows."""
+    """Number of response tokens in each sequence of `tokens`; empty if there are no rows."""
+
+    order: tuple[int, ...]
+    """Index of each result's sequence in `counts`."""
 
     chosen: tuple[int, ...]
     """Index in the global batch of each chosen sequence's row."""
@@ -61,11 +67,12 @@ class RowBatch:
         """Sum the tokens' log-probabilities over each response."""
         parts = logprobs[: sum(self.counts)].split(list(self.counts))
         # Without rows, an empty slice preserves the autograd graph of the passes.
-        return torch.stack([part.sum() for part in parts]) if parts else logprobs[:0]
+        return torch.stack([parts[i].sum() for i in self.order]) if parts else logprobs[:0]
 
     def lengths(self) -> Float[Tensor, " S"]:
         """Return the number of tokens in each response."""
-        return to_device(torch.tensor(self.counts, dtype=torch.float32))
+        counts = [self.counts[index] for index in self.order]
+        return to_device(torch.tensor(counts, dtype=torch.float32))
 
 
 @dataclass(frozen=True)
@@ -150,14 +157,18 @@ def split_rows(rows: Sequence[Row], config: PreferenceConfig) -> list[RowBatch]:
 
 def collate_rows(rows: Sequence[Row], indices: Sequence[int]) -> RowBatch:
     """Collate the rows with these indices; if there are none, use the first row as a spare."""
-    chosen = [(index, side) for index in indices if (side := rows[index].chosen) is not None]
-    rejected = [(index, side) for index in indices if (side := rows[index].rejected) is not None]
-    sequences = [side for _, side in (*chosen, *rejected)]
+    sides = [(index, side) for index in indices for side in rows[index].sequences]
+    is_chosen = [side is rows[index].chosen for index, side in sides]
+    order = sorted(range(len(sides)), key=lambda side: not is_chosen[side])
+    sequences = [side for _, side in sides]
+    num_chosen = sum(is_chosen)
+    sorted_rows = [sides[side][0] for side in order]
     return RowBatch(
         tokens=collate(sequences or rows[0].sequences[:1]).to(local_device()),
         counts=tuple(side.num_targets for side in sequences),
-        chosen=tuple(index for index, _ in chosen),
-        rejected=tuple(index for index, _ in rejected),
+        order=tuple(order),
+        chosen=tuple(sorted_rows[:num_chosen]),
+        rejected=tuple(sorted_rows[num_chosen:]),
     )
 
 

@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import groupby
+from itertools import groupby, zip_longest
 from typing import Any
 
 import numpy as np
@@ -56,16 +56,16 @@ class TokenBatch:
         """Number of tokens; none are padding."""
         return len(self.input_ids)
 
+    @cached_property
+    def rows(self) -> tuple[int, ...]:
+        """Indices of the sequences that no other continues; each ends a collated row."""
+        return tuple(sorted(set(range(len(self.lengths))).difference(self.continues)))
+
     @property
     def longest(self) -> int:
         """Maximum length of a sequence together with the sequence that it continues."""
-        return max(map(sum, zip(self.lengths, self.prefix_lengths, strict=True)))
-
-    @property
-    def prefix_lengths(self) -> tuple[int, ...]:
-        """Number of tokens in the sequence that each sequence continues; 0 if it continues none."""
-        continues = self.continues or (None,) * len(self.lengths)
-        return tuple(0 if index is None else self.lengths[index] for index in continues)
+        continued = [0 if index is None else self.lengths[index] for index in self.continues]
+        return max(map(sum, zip_longest(self.lengths, continued, fillvalue=0)))
 
     @cached_property
     def before_targets(self) -> Int[Tensor, " K"]:
@@ -80,9 +80,10 @@ class TokenBatch:
         return to_device(before, self.targets.device)[self.targets]
 
     @property
-    def last_tokens(self) -> Int[Tensor, " B"]:
-        """Index of the last token of each sequence."""
-        return to_device(torch.tensor(self.lengths).cumsum(0), self.input_ids.device) - 1
+    def last_tokens(self) -> Int[Tensor, " R"]:
+        """Index of the last token of each of the R `rows`."""
+        ends = torch.tensor(self.lengths).cumsum(0)[list(self.rows)]
+        return to_device(ends, self.input_ids.device) - 1
 
     def to(self, device: torch.device) -> "TokenBatch":
         """Return the same batch on `device`."""
@@ -92,25 +93,40 @@ class TokenBatch:
         return TokenBatch(input_ids, self.lengths, targets, self.continues, teacher)
 
 
-def collate(rows: Sequence[Encoded], *, share_prompts: bool = False) -> TokenBatch:
-    """Concatenate `rows`.
+def collate(rows: Sequence[Encoded]) -> TokenBatch:
+    """Concatenate `rows`; adjacent rows with the same prompt continue one copy of it.
 
-    With `share_prompts`, adjacent rows with the same prompt continue one copy of it. The order
-    of the targets is unchanged.
+    Results are those of separate copies, in less time (Wang et al. 2024, arXiv:2410.20305).
     """
-    if share_prompts:
-        return _collate_shared(rows)
-    input_ids = torch.tensor([token for row in rows for token in row.input_ids])
-    trained = torch.tensor(
-        [flag and position > 0 for row in rows for position, flag in enumerate(row.trained)]
-    )
+    sequences: list[Encoded] = []
+    continues: list[int | None] = []
+    for group in _group_by_prompt(rows):
+        length = _prompt_length(rows[group[0]])
+        if len(group) == 1 or not length:
+            sequences += [rows[row] for row in group]
+            continues += [None] * len(group)
+            continue
+        continues += [None, *[len(sequences)] * len(group)]
+        sequences.append(rows[group[0]].head(length))
+        sequences += [rows[row].tail(len(rows[row]) - length) for row in group]
+    trained = [
+        flag and (position > 0 or continued is not None)
+        for sequence, continued in zip(sequences, continues, strict=True)
+        for position, flag in enumerate(sequence.trained)
+    ]
     top = [(row.teacher, row.num_targets) for row in rows if row.teacher is not None]
     teacher = None
     if top:
         ids = torch.from_numpy(np.concatenate([t.top_ids[:count] for t, count in top])).long()
         logprobs = np.concatenate([t.top_logprobs[:count] for t, count in top])
         teacher = ids, torch.from_numpy(logprobs)
-    return TokenBatch(input_ids, tuple(map(len, rows)), trained.nonzero()[:, 0], teacher=teacher)
+    return TokenBatch(
+        torch.tensor([token for sequence in sequences for token in sequence.input_ids]),
+        tuple(map(len, sequences)),
+        torch.tensor(trained).nonzero().squeeze(-1),
+        tuple(continues) if any(index is not None for index in continues) else (),
+        teacher,
+    )
 
 
 def prompt_units(rows: Sequence[Encoded], *, max_tokens: int) -> list[list[int]]:
@@ -136,31 +152,6 @@ def _group_by_prompt(rows: Sequence[Encoded]) -> list[list[int]]:
     """Group adjacent rows whose tokens before the first trained token are equal."""
     prompts = [tuple(row.input_ids[: _prompt_length(row)]) for row in rows]
     return [list(group) for _, group in groupby(range(len(rows)), key=prompts.__getitem__)]
-
-
-def _collate_shared(rows: Sequence[Encoded]) -> TokenBatch:
-    sequences: list[Encoded] = []
-    continues: list[int | None] = []
-    for group in _group_by_prompt(rows):
-        length = _prompt_length(rows[group[0]])
-        if len(group) == 1 or not length:
-            sequences += [rows[row] for row in group]
-            continues += [None] * len(group)
-            continue
-        continues += [None, *[len(sequences)] * len(group)]
-        sequences.append(rows[group[0]].head(length))
-        sequences += [rows[row].tail(len(rows[row]) - length) for row in group]
-    trained = [
-        flag and (position > 0 or continued is not None)
-        for sequence, continued in zip(sequences, continues, strict=True)
-        for position, flag in enumerate(sequence.trained)
-    ]
-    return TokenBatch(
-        torch.tensor([token for sequence in sequences for token in sequence.input_ids]),
-        tuple(map(len, sequences)),
-        torch.tensor(trained).nonzero().squeeze(-1),
-        tuple(continues),
-    )
 
 
 def _prompt_length(row: Encoded) -> int:

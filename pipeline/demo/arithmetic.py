@@ -34,8 +34,7 @@ class ArithmeticConfig:
     which is three times as large, learns sums more slowly."""
 
     calculator: bool = False
-    """Whether correct demonstrations call the environment calculator's `add` and answer with its
-    result."""
+    """Whether correct demonstrations answer with the result of the calculator's tool `add`."""
 
     seed: int = 0
     """Seed of the sums and their demonstrations."""

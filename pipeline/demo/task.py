@@ -6,8 +6,7 @@ greeting or a courtesy, digits or number words, and varying capitals and punctua
 and some facts of the computable kinds, are held out.
 
 Demonstrations are of mixed quality on purpose: a model that imitates them is correct and polite
-about as often as they are, which leaves room for improvement in steps 2 and 3, as measured by
-`verify`.
+about as often as they are, so steps 2 and 3 can improve the rates that `verify` measures.
 """
 
 import re

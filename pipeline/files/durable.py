@@ -100,8 +100,7 @@ def write_output(texts: Mapping[Path, str], *, option: str) -> None:
     """Write files atomically: each is unchanged, or missing, until its new content is complete.
 
     A killed process or a power failure leaves at most `<name>.partial` files, which the next call
-    overwrites. Files are renamed only once all contents are on disk. Missing directories are
-    created.
+    overwrites. Files are renamed once all contents are on disk. Missing directories are created.
 
     Raises:
         ConfigError: one of the files, set by `option`, can't be written.

@@ -24,8 +24,7 @@ def check_inputs(
     checked until they are loaded.
 
     Raises:
-        ModelError: a model directory is missing; if a step creates it, the message contains the
-            step's command.
+        ModelError: a model directory is missing; the message names the step that creates it.
         ConfigError: a model is in the output directory of the step that loads it.
         DataError: a data file is missing.
     """

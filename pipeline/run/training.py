@@ -276,8 +276,7 @@ def exporting_best(
     All processes call `export`, which writes the model. `trained` maps its name to its settings.
 
     Raises:
-        DivergedError: training diverged; the message says what happened, what is kept and how to
-            fix it.
+        DivergedError: training diverged; the message says what happened, what is kept, and the fix.
     """
     try:
         yield

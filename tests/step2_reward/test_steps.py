@@ -54,22 +54,23 @@ def test_labeled_steps_have_equal_weight_in_any_micro_batches() -> None:
     config = RewardConfig(labels="steps", micro_batch_size=64)
     objective = StepObjective(Labels("steps", "bce"), config)
     encoded = [
-        LabelledRow((Encoded([5] * 6, [False] + [True] * 5),), targets, ends=ends)
-        for ends, targets in rows
+        LabelledRow((Encoded([0, *range(i, i + 5)], [False] + [True] * 5),), targets, ends=ends)
+        for i, (ends, targets) in zip((1, 6, 11), rows, strict=True)
     ]
-    logits = torch.randn(3 * 6, 1)
+    logits = torch.randn(16, 1)  # of each token
 
     def total_loss(parts: list[list[int]]) -> tuple[Tensor, float]:
         loss, num_correct = torch.zeros(()), 0.0
         for part in parts:
             batch = collate_rows(encoded, part, weight=3 / 6)
-            tokens = torch.cat([logits[6 * row : 6 * row + 6] for row in part])
-            partial_loss, hits = objective.loss(tokens[batch.positions], batch)
+            assert batch.tokens.num_tokens == 1 + 5 * len(part)  # the first token is shared
+            outputs = logits[batch.tokens.input_ids]
+            partial_loss, hits = objective.loss(outputs[batch.positions], batch)
             loss, num_correct = loss + partial_loss / 3, num_correct + hits.item() / 3
         return loss, num_correct
 
     flat = torch.tensor(
-        [logits[6 * row + end] for row, (ends, _) in enumerate(rows) for end in ends]
+        [logits[5 * row + end] for row, (ends, _) in enumerate(rows) for end in ends]
     )
     targets = torch.tensor([target for _, row_targets in rows for target in row_targets])
     expected = torch.nn.functional.binary_cross_entropy_with_logits(flat, targets)

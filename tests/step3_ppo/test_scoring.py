@@ -65,7 +65,7 @@ def test_reward_model_whose_scores_overflow_is_named(toy: Path, tmp_path: Path) 
     config = toy_config(toy, reward=FrozenModelConfig(path=str(path)), output_dir=tmp_path / "out")
     data = replace(config.data, max_eval_rows=4)
 
-    with pytest.raises(ModelError, match=f"^{path}: its objective is (nan|-?inf) before"):
+    with pytest.raises(ModelError, match=f"^{path}: the objective is (nan|-?inf) before"):
         train(replace(config, data=data, max_prompt_length=40))
 
 

@@ -15,7 +15,11 @@ from step3_preference.rows import RowBatch
 def test_micro_batch_with_one_kind_of_response_has_loss_and_figures(*, good: bool) -> None:
     both = (0, 1)
     batch = RowBatch(
-        collate([Encoded.untrained((1, 2, 3))]), (2, 4), both if good else (), () if good else both
+        tokens=collate([Encoded.untrained((1, 2, 3))]),
+        counts=(2, 4),
+        order=both,
+        chosen=both if good else (),
+        rejected=() if good else both,
     )
     logp, reference = torch.tensor([-1.0, -3.0]), torch.tensor([-2.0, -2.0])
     config = PreferenceConfig(method="kto", loss="kto", beta=0.5)

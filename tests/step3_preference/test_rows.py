@@ -106,7 +106,7 @@ def encode_tokens(prompt: list[int], response: list[int]) -> Encoded:
     return Encoded(prompt + response, [False] * len(prompt) + [True] * len(response))
 
 
-def test_batch_has_chosen_first_and_sums_tokens_per_response() -> None:
+def test_pair_shares_its_prompt_and_sums_are_per_response_chosen_first() -> None:
     rows = [
         Row(encode_tokens([1, 2], [3]), encode_tokens([1, 2], [4, 5])),
         Row(None, encode_tokens([6], [7, 8, 9])),
@@ -115,9 +115,10 @@ def test_batch_has_chosen_first_and_sums_tokens_per_response() -> None:
 
     batch = collate_rows(rows, [0, 1, 2])
 
-    assert batch.tokens.lengths == (3, 3, 4, 4)
+    assert batch.tokens.lengths == (2, 1, 2, 4, 3)
+    assert batch.tokens.continues == (None, 0, 0, None, None)
     assert (batch.chosen, batch.rejected) == ((0, 2), (0, 1))
-    assert batch.sums(torch.tensor([1.0, 2, 3, 4, 5, 6, 7])).tolist() == [1, 2, 7, 18]
+    assert batch.sums(torch.tensor([1.0, 2, 3, 4, 5, 6, 7])).tolist() == [1, 7, 5, 15]
     assert batch.lengths().tolist() == [1, 1, 2, 3]
 
 

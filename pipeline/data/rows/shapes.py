@@ -1,7 +1,6 @@
 """Convert rows of preference, chat and instruction data to examples, by the rows' shape.
 
-A shape is recognized by its required columns. A row is read by the first shape in `SHAPES` whose
-columns it has.
+A row is read by the first shape in `SHAPES` whose required columns it has.
 """
 
 import math

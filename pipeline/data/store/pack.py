@@ -94,8 +94,7 @@ def pack(
     """Write the token file `out` from the texts of the source files.
 
     Raises:
-        ConfigError: the file exists, or is unfinished and `resume` is false or its settings
-            differ.
+        ConfigError: the file exists, or is unfinished and not resumed with the same settings.
         DataError: a row is bad (without `skip_bad_rows`), a file changed, or there is no text.
     """
     start = time.perf_counter()

@@ -1,8 +1,7 @@
 """Parameters of one unit and one kind as one flat vector: the engine's data structure.
 
 The vector has one equal shard per process. The ZeRO stage (Rajbhandari et al. 2020) determines
-what a process keeps between uses: everything, or its shard. As in BMTrain and FSDP, each block has
-one flat vector.
+what a process keeps between uses: all or its shard. As in BMTrain and FSDP, a block has one vector.
 """
 
 import math

@@ -16,6 +16,7 @@ key/value heads, D and E head sizes.
 import functools
 import inspect
 import logging
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -23,7 +24,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Bool, Float, Int, Shaped
+from jaxtyping import Float, Int, Shaped
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.attention.varlen import varlen_attn
@@ -244,6 +245,9 @@ class Padded:
     source: Int[Tensor, " P"]
     """Index in the row for each padded token; padding repeats the sequence's last token."""
 
+    real: Int[Tensor, " P"]
+    """1 for the row's tokens, 0 for padding."""
+
     index: Int[Tensor, " N"]
     """Index among the padded tokens for each token of the row."""
 
@@ -277,6 +281,8 @@ class Ragged:
         ]
         self.positions = to_device(torch.cat(positions), device)
         self.device = device
+        self._masks: dict[tuple[object, ...], Tensor | None] = {}
+        """Masks that the layers share, by arguments of `causal_mask` and data type."""
 
     def attend(
         self,
@@ -303,9 +309,8 @@ class Ragged:
                 sliding_window=sliding_window,
             )
             return run_reproducibly(attend_all, query, key, value)
-        attend = partial(
-            attend_causally, scaling=scaling, sliding_window=sliding_window, dropout=dropout
-        )
+        options = {"scaling": scaling, "sliding_window": sliding_window, "dropout": dropout}
+        attend = partial(attend_causally, **options, masks=self._masks)
         queries, keys, values = (heads.split(self.lengths, dim=2) for heads in (query, key, value))
         outputs = [
             run_reproducibly(attend, q, self._with_prefix(keys, i), self._with_prefix(values, i))
@@ -324,13 +329,17 @@ class Ragged:
         """The keys that each sequence attends to; None if it attends only to its own keys."""
         if self.key_lengths == self.lengths:
             return None
+        bounds = to_device(compute_bounds(self.key_lengths), self.device)
+        indices = to_device(torch.cat(self._key_indices()), self.device)
+        return Keys(indices, bounds, max(self.key_lengths))
+
+    def _key_indices(self) -> list[Int[Tensor, " _M"]]:
+        """Return the indices in the row of the tokens that each sequence attends to."""
         indices = torch.arange(sum(self.lengths)).split(self.lengths)
-        keys = [
+        return [
             local if prefix is None else torch.cat([indices[prefix], local])
             for local, prefix in zip(indices, self.continues, strict=True)
         ]
-        bounds = to_device(compute_bounds(self.key_lengths), self.device)
-        return Keys(to_device(torch.cat(keys), self.device), bounds, max(self.key_lengths))
 
     @cached_property
     def _bounds(self) -> Tensor:
@@ -339,8 +348,28 @@ class Ragged:
 
     @cached_property
     def padded(self) -> Padded:
-        """The sequences in the padded form that other models require."""
-        return _pad_groups(group_by_length(self.lengths), self.lengths, self.device)
+        """The sequences in the padded form that other models require.
+
+        Each follows a copy of the sequence that it continues; the latter has no row of its own.
+        """
+        keys = enumerate(self._key_indices())
+        rows = [indices for index, indices in keys if index not in self.continues]
+        return _pad_groups(rows, self.device)
+
+
+def causal_mask(
+    num_queries: int, num_keys: int, sliding_window: int | None, like: Tensor
+) -> Float[Tensor, "T M"] | None:
+    """Return the mask added to the scores of the last T of M tokens; None if `is_causal` suffices.
+
+    Its data type and device are those of `like`.
+    """
+    if num_queries == num_keys and (sliding_window is None or num_keys <= sliding_window):
+        return None
+    offset = num_keys - num_queries
+    mask = like.new_full((num_queries, num_keys), -math.inf)
+    later = mask.triu(offset + 1)
+    return later if sliding_window is None else later + mask.tril(offset - sliding_window)
 
 
 def attend_causally(
@@ -351,13 +380,17 @@ def attend_causally(
     scaling: float | None,
     sliding_window: int | None,
     dropout: float = 0.0,
+    masks: dict[tuple[object, ...], Tensor | None] | None = None,
 ) -> Float[Tensor, "1 H T E"]:
     """Compute causal attention for the last T of a sequence's M tokens, over the keys of all M."""
     disable_cudnn_attention(query)
     shared_by = query.shape[1] // key.shape[1]
     if shared_by > 1 and query.is_cuda:  # not all CUDA kernels support grouped queries
         key, value = (heads.repeat_interleave(shared_by, dim=1) for heads in (key, value))
-    mask = causal_mask(query.shape[2], key.shape[2], sliding_window, query.device)
+    shape, masks = (query.shape[2], key.shape[2], sliding_window), {} if masks is None else masks
+    if (*shape, query.dtype) not in masks:
+        masks[*shape, query.dtype] = causal_mask(*shape, query)
+    mask = masks[*shape, query.dtype]
     return F.scaled_dot_product_attention(
         query,
         key,
@@ -396,18 +429,6 @@ def attend_without_grad(
     return torch.lerp(last.to(weight.dtype), first.to(weight.dtype), weight).to(query.dtype)
 
 
-def causal_mask(
-    num_queries: int, num_keys: int, sliding_window: int | None, device: torch.device
-) -> Bool[Tensor, "T M"] | None:
-    """Return the mask of the last T of M tokens (True: attend), or None if `is_causal` suffices."""
-    if num_queries == num_keys and (sliding_window is None or num_keys <= sliding_window):
-        return None
-    positions = torch.arange(num_keys - num_queries, num_keys, device=device)
-    distance = positions[:, None] - torch.arange(num_keys, device=device)[None, :]
-    mask = distance >= 0
-    return mask if sliding_window is None else mask & (distance < sliding_window)
-
-
 def disable_cudnn_attention(query: Tensor) -> None:
     """Disable cuDNN's attention for the whole process, so that PyTorch can use FlashAttention.
 
@@ -438,27 +459,24 @@ def round_up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 
-def _pad_groups(
-    groups: Sequence[Sequence[int]], lengths: Sequence[int], device: torch.device
-) -> Padded:
-    """Pad the sequences of each group to the same length, a multiple of `KEY_BLOCK` tokens."""
-    lengths_tensor = torch.tensor(lengths)
-    starts = lengths_tensor.cumsum(0) - lengths_tensor
+def _pad_groups(rows: Sequence[Int[Tensor, " _T"]], device: torch.device) -> Padded:
+    """Pad rows of token indices, in groups, to lengths that are multiples of `KEY_BLOCK`."""
     shapes: list[tuple[int, int]] = []
     source: list[Tensor] = []
     is_real: list[Tensor] = []
-    for rows in groups:
-        group_lengths = lengths_tensor[list(rows), None]  # (B, 1)
-        length = round_up(int(group_lengths.max()), KEY_BLOCK)
-        positions = torch.arange(length)[None, :]  # (1, T)
-        tokens = starts[list(rows), None] + torch.minimum(positions, group_lengths - 1)
-        shapes.append((tokens.shape[0], tokens.shape[1]))
-        source.append(tokens.flatten())
-        is_real.append((positions < group_lengths).flatten())
-    real = torch.cat(is_real).nonzero().squeeze(-1)
-    source_index = torch.cat(source)
-    index = real[source_index[real].argsort()]
-    return Padded(shapes, to_device(source_index, device), to_device(index, device))
+    for group in group_by_length([len(row) for row in rows]):
+        length = round_up(len(rows[group[0]]), KEY_BLOCK)
+        shapes.append((len(group), length))
+        for tokens in (rows[row] for row in group):
+            positions = torch.arange(length)
+            source.append(tokens[positions.clamp(max=len(tokens) - 1)])
+            is_real.append(positions < len(tokens))
+    source_index, mask = torch.cat(source), torch.cat(is_real)
+    real = mask.nonzero().squeeze(-1)
+    tokens, order = source_index[real].sort(stable=True)
+    first_copies = tokens.diff(prepend=tokens.new_tensor([-1])) > 0
+    arrays = (source_index, mask.long(), real[order[first_copies]])
+    return Padded(shapes, *(to_device(array, device) for array in arrays))
 
 
 def ragged_attention(

@@ -220,8 +220,8 @@ class Scorer(nn.Module):
         logits = self._logits(classifier, batch)
         return logits if labels else expected_value(logits, classifier)
 
-    def final_scores(self, batch: TokenBatch) -> Float[Tensor, " B"]:
-        """Return each sequence's score: at its last token, or from the steps of its response."""
+    def final_scores(self, batch: TokenBatch) -> Float[Tensor, " R"]:
+        """Return each row's score: at its last token, or from the steps of its response."""
         return response_scores(self(batch), batch, base_model(self.model).config)
 
     def _logits(self, classifier: PreTrainedModel, batch: TokenBatch) -> Float[Tensor, "N C"]:
@@ -379,11 +379,10 @@ def run_padded(
     weights collectively.
     """
     padded = ragged.padded
-    real = torch.zeros_like(padded.source).index_fill(0, padded.index, 1)
     groups = [
         {"input_ids": ids, "attention_mask": mask}
         for ids, mask in zip(
-            padded.split(batch.input_ids[padded.source]), padded.split(real), strict=True
+            padded.split(batch.input_ids[padded.source]), padded.split(padded.real), strict=True
         )
     ]
     outputs = [run(group).flatten(0, 1) for group in groups]

@@ -4,6 +4,7 @@ Dimension names: N tokens, C classes.
 """
 
 from collections.abc import Collection
+from itertools import accumulate
 
 import torch
 import torch.nn.functional as F
@@ -75,15 +76,16 @@ def _ends_with_separator(text: str, separator: str) -> bool:
 
 
 def step_ends(batch: TokenBatch, separators: Collection[int]) -> list[list[int]]:
-    """Return, for each sequence, the batch indices at which its last response's steps end.
+    """Return, for each row, the batch indices at which its last response's steps end.
 
-    The response is the last run of target tokens. A sequence without targets has one step.
+    The response is the last run of target tokens. A row without targets has one step.
     """
     tokens, targets = batch.input_ids.tolist(), set(batch.targets.tolist())
-    ends_by_sequence: list[list[int]] = []
-    start = 0
-    for length in batch.lengths:
-        stop = start + length
+    ends_by_row: list[list[int]] = []
+    stops = list(accumulate(batch.lengths))
+    for row in batch.rows:
+        stop = stops[row]
+        start = stop - batch.lengths[row]
         last = next((i for i in range(stop - 1, start - 1, -1) if i in targets), stop - 1)
         first = last
         while first > start and first - 1 in targets:
@@ -96,15 +98,14 @@ def step_ends(batch: TokenBatch, separators: Collection[int]) -> list[list[int]]
             elif has_text:
                 ends.append(i)
                 has_text = False
-        ends_by_sequence.append([*ends, last] if has_text or not ends else ends)
-        start = stop
-    return ends_by_sequence
+        ends_by_row.append([*ends, last] if has_text or not ends else ends)
+    return ends_by_row
 
 
 def response_scores(
     scores: Float[Tensor, " N"], batch: TokenBatch, settings: PreTrainedConfig
-) -> Float[Tensor, " B"]:
-    """Return the score of each sequence: at its last token, or combined over its steps.
+) -> Float[Tensor, " R"]:
+    """Return the score of each row: at its last token, or combined over its steps.
 
     With steps, `step_score` in the settings selects the score of the worst step (min), of the last
     one (last), or the log-probability that all steps are correct (product).

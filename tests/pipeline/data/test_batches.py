@@ -35,13 +35,14 @@ def test_rows_with_equal_prompts_share_one_copy() -> None:
         )
     ]
 
-    batch = collate(rows, share_prompts=True)
+    batch = collate(rows)
 
     assert batch.input_ids.tolist() == [3, 4, 6, 7, 8, 9, 3, 5, 6, 3, 4, 6, 7, 7, 7, 8]
     assert batch.lengths == (2, 3, 1, 3, 3, 2, 2)
     assert batch.continues == (None, 0, 0, None, None, None, None)
     assert batch.targets.tolist() == [2, 4, 5, 8, 11, 13, 15]
     assert batch.before_targets.tolist() == [1, 3, 1, 7, 10, 12, 14]
+    assert batch.last_tokens.tolist() == [4, 5, 8, 11, 13, 15]
     assert batch.longest == 5
     assert prompt_units(rows, max_tokens=8) == [[0, 1], [2], [3], [4, 5]]
     assert prompt_units(rows, max_tokens=7) == [[0], [1], [2], [3], [4, 5]]

@@ -55,7 +55,7 @@ def test_logprobs_of_a_batch_match_separate_sequences(family: str, tmp_path: Pat
     assert is_ragged(model) == (family in packed)
 
 
-@pytest.mark.parametrize("family", RAGGED_FAMILIES)
+@pytest.mark.parametrize("family", [*RAGGED_FAMILIES, *UNPACKED])
 def test_responses_with_a_shared_prompt_match_full_rows(family: str, tmp_path: Path) -> None:
     path = save_to(tiny_causal_lm(family), tmp_path)
     prompt, other_prompt, *responses = random_rows((9, 4, 3, 1, 8, 2))
@@ -64,14 +64,15 @@ def test_responses_with_a_shared_prompt_match_full_rows(family: str, tmp_path: P
         for row_prompt, row in zip([prompt, prompt, prompt, other_prompt], responses, strict=True)
     ]
 
-    def compute(batch: TokenBatch) -> list[torch.Tensor]:
+    def compute(*batches: TokenBatch) -> list[torch.Tensor]:
         model = load_causal_lm(FrozenModelConfig(path=path), device=CPU)
-        outputs = Policy(model.requires_grad_())(batch, entropy=True)
-        assert outputs.entropy is not None
-        (outputs.logprobs.sum() + outputs.entropy.sum()).backward()
-        return [outputs.logprobs, *(p.grad for p in model.parameters() if p.grad is not None)]
+        policy = Policy(model.requires_grad_())
+        outputs = [policy(batch, entropy=True) for batch in batches]
+        logprobs = torch.cat([output.logprobs for output in outputs])
+        torch.cat([logprobs, *(output.entropy for output in outputs)]).sum().backward()
+        return [logprobs, *(p.grad for p in model.parameters() if p.grad is not None)]
 
-    separate, shared = compute(collate(rows)), compute(collate(rows, share_prompts=True))
+    separate, shared = compute(*(collate([row]) for row in rows)), compute(collate(rows))
 
     assert len(shared) > 1
     for got, expected in zip(shared, separate, strict=True):
