@@ -245,7 +245,7 @@ def measure_cases(
 
 
 def text_prompts(directory: Path, count: int, length: int) -> Responses:
-    """Return consecutive passages of the documentation, of `length` tokens each."""
+    """Return the first `count` passages of the documentation, of `length` tokens each."""
     pages = sorted((Path(__file__).parents[1] / "docs").glob("*.md"))
     ids = AutoTokenizer.from_pretrained(directory)("".join(page.read_text() for page in pages))
     passages = torch.tensor(ids["input_ids"]).split(length)

@@ -10,9 +10,9 @@ ids in batches of equal size, with fused AdamW, without gradient checkpointing o
 side is the step as users run it, which tokenizes during training; TRL gets token ids or, for DPO
 and GRPO, text. Both precompute DPO's reference log-probabilities, which is not timed, so a few
 hundred pairs suffice. With GRPO, both sides sample 8 responses of up to 64 tokens to each prompt,
-rewarded for different words, without a KL penalty. The sides alternate within one run, each round
-in a new process. Reported values are medians over rounds of tokens (without padding), pairs or
-responses per second, starting at the fourth step.
+rewarded for their fraction of distinct words, without a KL penalty. The sides alternate within one
+run, each round in a new process. Reported values are medians over rounds of tokens (without
+padding), pairs or responses per second, starting at the fourth step.
 """
 
 import argparse
@@ -62,7 +62,7 @@ def build_model(directory: Path, data_path: str) -> None:
 
 
 def distinct_words(responses: Sequence[str]) -> list[float]:
-    """Return the ratio of distinct words to all words in each response."""
+    """Return the fraction of distinct words among the words of each response."""
     return [len(set(words)) / max(len(words), 1) for words in map(str.split, responses)]
 
 

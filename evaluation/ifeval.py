@@ -359,7 +359,7 @@ INSTRUCTIONS = {**WORDS, **LANGUAGE, **LENGTHS, **FORMS}
 
 
 def read_ifeval(options: ReadOptions) -> list[Question]:
-    """Read the prompts of a data path.
+    """Read the prompts from a data path.
 
     Raises:
         DataError: a row lacks a column, or has an unknown instruction or invalid arguments.

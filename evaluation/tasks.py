@@ -21,7 +21,7 @@ from rewards.math_answers import gold_answer, last_number, marked_answer, respon
 
 
 def read_gsm8k(options: ReadOptions) -> list[Question]:
-    """Read the problems of a data path, each preceded by the requested demonstrations.
+    """Read the problems from a data path, each preceded by the requested few-shot examples.
 
     Raises:
         DataError: a row lacks its question, or its answer has no number.

@@ -70,7 +70,7 @@ class WeightSource:
         return self.parameter is not None and spec == local
 
     def value(self) -> Shaped[Tensor, "*S"]:
-        """Return this process's trained shard."""
+        """Return the shard that this process trains."""
         return self.detached if self.layer is None else self.layer.weight
 
     def full_value(self, trained_by: Group) -> Shaped[Tensor, "*S"]:

@@ -1,4 +1,4 @@
-"""Sample a model's responses to the prompts of a data path, and score them.
+"""Sample a model's responses to the prompts in a data path, and score them.
 
 Used by the commands `rewards.select` and `evaluation.winrate`.
 """

@@ -1,13 +1,13 @@
 """Rewards from unit tests: programs in responses, run in a sandbox.
 
 A program runs in separate namespaces (no network, other processes or privileges), in an empty
-in-memory directory, with all other mounts read-only, Landlock denying access to all files except
-Python's, a minimal environment, and limits on memory, CPU time, processes, files and output. At the
-deadline the kernel kills every process that the program has started. `sandbox_child.py` runs inside
+in-memory directory, with all other mounts read-only, Landlock denying access to all other files
+except Python's, a minimal environment, and limits on memory, CPU time, processes, files and output.
+At the deadline the kernel kills every process that the program started. `sandbox_child.py` runs in
 the sandbox. A program can still exploit a kernel vulnerability, so keep the kernel up to date.
 
-A program that crashes, hangs or runs out of memory does not pass the test. The source itself fails
-only if the sandbox can't be built or the tests can't be read.
+A program that crashes, hangs or runs out of memory does not pass the test. The reward source itself
+fails only if the sandbox can't be built or the tests can't be read.
 """
 
 import ast
@@ -295,7 +295,7 @@ def require_assertions(code: str) -> None:
     nodes = [node.value if isinstance(node, ast.Expr) else node for node in body]
     tests = [ast.unparse(node) for node in nodes if not isinstance(node, _NON_TEST_NODES)]
     if all("__main__" in text.partition("\n")[0] for text in tests):
-        raise ValueError("the tests only define functions; call them, or write assertions")
+        raise ValueError("the tests check nothing; write assertions, or call the test functions")
 
 
 def _join_lines(value: Any) -> str:  # noqa: ANN401

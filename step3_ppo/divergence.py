@@ -46,7 +46,7 @@ class Logits:
         self.vocab_size = hidden.shape[1] if matrix is None else len(matrix)
 
     def __getitem__(self, part: slice) -> Float[Tensor, "C V"]:
-        """Return the logits of some targets, in fp32."""
+        """Return the logits of a slice of the targets, in fp32."""
         hidden, matrix, bias = self.tensors
         logits = hidden[part] if matrix is None else output_layer(hidden[part], matrix, bias)
         return logits.float()

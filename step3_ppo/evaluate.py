@@ -356,7 +356,7 @@ def estimate_evaluation_cost(num_prompts: int, config: PPOConfig) -> float:
 
 
 def warn_if_not_improved(best: BestWeights, initial: float, config: PPOConfig) -> None:
-    """Warn if no evaluated actor was better than the initial one, or if the last one is worse.
+    """Warn if no evaluated actor was better than the initial one, or if the final one is worse.
 
     Actors are compared by their objective: mean reward minus kl_coef times the KL.
     """

@@ -353,9 +353,9 @@ def _split_rows(rollout: Rollout, rows: Sequence[int], config: PPOConfig) -> lis
 
 
 def _get_weights(rollout: Rollout, rows: Sequence[int], config: PPOConfig) -> tuple[Weighting, int]:
-    """Return a minibatch's weighting over all processes, and the number of all its response tokens.
+    """Return a minibatch's weighting over all processes, and its total number of response tokens.
 
-    The number includes tokens that are excluded from the loss; the weighting ignores them.
+    The total includes tokens that are excluded from the loss; the weighting ignores them.
     """
     mask = rollout.experience.mask
     index = to_device(torch.tensor(list(rows), dtype=torch.long), mask.device)

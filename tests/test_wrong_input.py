@@ -73,7 +73,7 @@ nonsense | 'nonsense' | options start with --
 --actor-model ./good.jsonl | --actor-model: good.jsonl is a file | a directory with config.json
 --actor-model empty_directory | --actor-model: empty_directory | config.json
 --actor-model 1.4b | --actor-model 1.4b | 1.3b, 2.7b
---actor-model ~unknown/model | begins with ~ | unknown user
+--actor-model ~unknown/model | home directory | use the full path
 --data-path latin.jsonl | latin.jsonl | save it as UTF-8
 --data-path empty.jsonl | empty.jsonl | has no rows
 --data-path braces.jsonl | braces.jsonl line 1 | the row is empty; remove it

@@ -36,9 +36,9 @@ def _mix(state: np.ndarray) -> np.ndarray:
 def uniform_numbers(
     seed: int, keys: Sequence[int], positions: int | Sequence[int]
 ) -> Float[np.ndarray, " B"]:
-    """Return a number in [0, 1) for each key and position, a function of (seed, key, position).
+    """Return a uniform random number in [0, 1) for each key and position, a hash of both and seed.
 
-    There is no stream state, so a row's numbers do not depend on the other rows.
+    No generator state is kept, so a row's numbers do not depend on the other rows.
     """
     with np.errstate(over="ignore"):  # arithmetic modulo 2^64 is intended
         state = _mixed_seed(seed)

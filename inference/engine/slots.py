@@ -460,7 +460,7 @@ class SlotModel:
 
 
 class Slots(Scheduler):
-    """The running sequences of a model, at most `num_slots`; arguments are those of `OpenBatch`."""
+    """The running sequences of a model, at most `num_slots`; see `OpenBatch` for the arguments."""
 
     def __init__(
         self,

@@ -140,7 +140,7 @@ def read_keys(config: ServeConfig) -> dict[str, str]:
         )
     if not config.is_local and not keys and not config.insecure_no_key:
         raise ConfigError(
-            f"--host {config.host} is open to other machines; pass --api-key-file FILE, or"
+            f"--host {config.host} lets other machines connect; pass --api-key-file FILE, or"
             " --insecure-no-key to serve without a key"
         )
     return keys

@@ -260,7 +260,7 @@ def find_run_models(out: Path) -> list[ModelPath]:
     best = find_chat_model(steps)
     paths.sort(key=lambda path: best is not None and path.name == best.name)
     if all(path.name == BASE for path in paths):
-        raise ModelError(f"--run {out} has no model to serve yet; finish its steps with --resume")
+        raise ModelError(f"--run {out} has no model to serve yet; finish it with train.py --resume")
     return paths
 
 

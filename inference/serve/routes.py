@@ -253,5 +253,5 @@ def _ratings(state: State) -> RatingsFile:
 
 
 def _key_name(request: Request) -> str:
-    """Return the name of the request's API key; without one, an empty string, not the address."""
+    """Return the name of the request's API key, or "" if it has none (unlike `get_client`)."""
     return get_client(request) if request.scope.get("key_name") else ""

@@ -207,7 +207,7 @@ def run_main(main: Callable[[Sequence[str]], None], argv: Sequence[str] | None =
         elif is_out_of_memory(error):
             print_error(f"out of memory: {error}")
         elif "home directory" in str(error):  # from Path.expanduser
-            print_error("error: a path begins with ~ and the name of an unknown user")
+            print_error("error: the home directory in a path (~) is unknown; use the full path")
             sys.exit(EXIT_USER_ERROR)
         else:
             raise

@@ -147,7 +147,7 @@ class Guards:
         return Trip(step, guard.signal, action, sentence, self._num_steps(guard), self.signals.UNIT)
 
     def _is_beyond_limit(self, guard: Guard, metrics: Mapping[str, float]) -> bool:
-        """Return whether the signal has been beyond the limit for the whole window."""
+        """Return whether the signal was beyond the limit (or had a trend) over the whole window."""
         name = str(guard)
         if guard.signal in guard.TRENDS:
             window = self.history[-guard.window :]

@@ -367,10 +367,10 @@ def _fused_gradients(
     tile: int,
     ctx: Any,  # noqa: ANN401
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Return the gradients of hidden states, weight and bias, each if `ctx` needs it, else None.
+    """Return the gradients of hidden states, weight and bias; None for those `ctx` doesn't need.
 
-    Without a weight, the hidden states are logits. `compute_tile` gets some targets and a copy of
-    their logits in fp32; it returns the gradients of those logits, or of the first ones per target.
+    Without a weight, the hidden states are logits. `compute_tile` gets a slice of the rows and a
+    copy of their logits in fp32; it returns the gradients of those, or of only the first columns.
     """
     hidden, weight, bias = inputs
     dtype = hidden.dtype if weight is None else weight.dtype
@@ -412,7 +412,7 @@ class TiledLoss(torch.autograd.Function):
         compute_tile: Callable[[slice, Tensor], tuple[Tensor, Tensor]],
         tile: int | None = None,
     ) -> Tensor:
-        """Return the sum of the losses; `compute_tile` returns the losses of some targets.
+        """Return the sum of the losses; `compute_tile` returns the losses of a slice of the rows.
 
         It also returns gradients, as in `_fused_gradients`. `tile` is the maximum number of logits
         that `compute_tile` gets; by default, it may use eight tensors of this size.

@@ -174,7 +174,7 @@ class _Command:
             thread.start()
 
     def poll(self) -> int | None:
-        """Return the exit code once the command has exited, else None."""
+        """Return the command's exit code, or None while it runs."""
         self.code = self._process.poll()
         return self.code
 

@@ -47,7 +47,7 @@ class Group:
 
     @cached_property
     def other_ranks(self) -> tuple[int, ...]:
-        """Ranks of the other processes in the whole job."""
+        """Global ranks of the other processes in the group."""
         return self.ranks[: self.rank] + self.ranks[self.rank + 1 :]
 
     @property

@@ -97,7 +97,7 @@ class StepResult:
 
     @property
     def method(self) -> str:
-        """Training method, such as `ppo`; without one, the step's name after the underscore."""
+        """Training method, such as `ppo`, or else the step's name after the underscore."""
         method = self.settings.get("method")
         return method if isinstance(method, str) else self.name.partition("_")[2]
 
@@ -351,7 +351,7 @@ def find_model(path: str, method: str | None = None) -> str:
         return path
     chosen = find_chat_model(steps)
     if chosen is None:
-        raise ModelError(f"{path} has no finished model yet; finish its steps with --resume")
+        raise ModelError(f"{path} has no finished model yet; finish it with train.py --resume")
     same_stage = [step for step in steps.values() if step.stage == chosen.stage and step.finished]
     if method is not None:
         of_method = [step for step in same_stage if step.method == method]

@@ -351,7 +351,7 @@ class Checkpoints:
 
 
 def result_settings(config: StepConfig) -> dict[str, Any]:
-    """Return the settings that affect a run's result and must not change, by dotted name."""
+    """Return the settings that affect the result, and so can't change on resume, by dotted name."""
     return _affecting_result(make_portable(to_plain(config)))
 
 

@@ -95,7 +95,7 @@ def merge(
     *,
     section: str = "",
 ) -> dict[str, Any]:
-    """Merge layers and options into one nested dictionary; sections merge, other values replace.
+    """Merge layers and options into one nested dictionary, section by section; later values win.
 
     Raises:
         ConfigError: a setting is unknown or its value can't be parsed.

@@ -70,7 +70,7 @@ def get_default(config_class: type, name: str) -> object:
 def section_descriptions(config_class: type) -> Iterator[tuple[str, str]]:
     """Yield the sections of a dataclass of settings, with their descriptions.
 
-    A section without a docstring gets its class's docstring.
+    A section without a docstring gets the first line of its class's docstring.
     """
     descriptions = _descriptions(config_class)
     for name, kind in list_kinds(config_class).items():

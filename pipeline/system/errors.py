@@ -19,7 +19,7 @@ EXIT_DISK_FULL = 81
 
 
 class UserError(Exception):
-    """Wrong input. Commands print `error: <sentence>` and exit with code 2, without a traceback."""
+    """An error that users can fix; commands print it without a traceback and exit with code 2."""
 
 
 class ConfigError(UserError, ValueError):

@@ -57,8 +57,8 @@ def test_hanging_program_fails_its_test_and_invalid_tests_raise() -> None:
     for tests, reason in (
         ({"question": "?"}, "code or input/output pairs"),
         ({"fn_name": "add", "inputs": [[1, 2]], "outputs": [3]}, "use assertions"),
-        ("def check(candidate):\n    assert candidate(1) == 2", "only define functions; call"),
-        ("if __name__ == '__main__':\n    assert add(1) == 2", "only define functions; call"),
+        ("def check(candidate):\n    assert candidate(1) == 2", "check nothing; write assertions"),
+        ("if __name__ == '__main__':\n    assert add(1) == 2", "check nothing; write assertions"),
         ("assert add(1 == 2", "not valid Python"),
     ):
         with pytest.raises(ValueError, match=reason):

@@ -532,7 +532,7 @@ class ChatFormat:
 
     @cached_property
     def _rstrip_tokens(self) -> tuple[str, ...]:
-        """Tokens that include the whitespace after them, as in Phi 3's tokenizer."""
+        """Added tokens that strip the whitespace to their right, as in Phi 3's tokenizer."""
         added = self.tokenizer.added_tokens_decoder.values()
         return tuple(token.content for token in added if token.rstrip)
 

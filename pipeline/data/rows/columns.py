@@ -194,7 +194,7 @@ def read_turns(row: Row, name: str) -> Turns:
 
 
 def drop_leading_assistant(row: Row, dialogue: Turns) -> Turns:
-    """Drop a leading assistant turn, which no prompt precedes."""
+    """Drop the first turn after any system turn if it is the assistant's: no prompt precedes it."""
     system = dialogue[:1] if dialogue and dialogue[0].role == "system" else ()
     rest = dialogue[len(system) :]
     if not rest or rest[0].role != "assistant":

@@ -1,4 +1,4 @@
-"""Read the rows of a data path: a local file, a directory or a Hub data set.
+"""Read rows from a data path: a local file, a directory or a Hub data set.
 
 A row is a dictionary of columns and its origin. `shapes` and `named` interpret the columns.
 

@@ -151,7 +151,7 @@ class TokenFile:
         """
         if not 0 <= document < self.num_documents:
             raise IndexError(
-                f"{self.path} has no document {document}: it has {self.num_documents:,}"
+                f"{self.path} has no document {document}; it has {self.num_documents:,} documents"
             )
         return int(self.starts[document]), int(self.starts[document + 1])
 

@@ -1,4 +1,4 @@
-"""Checkpoints: directories of safetensors files that appear complete or not at all.
+"""Checkpoints: directories of safetensors files, each directory created atomically.
 
     ROOT/step_00000120/manifest.json                      the files' checksums and the run's state
     ROOT/step_00000120/rank-00000-of-00002.safetensors    one file per process

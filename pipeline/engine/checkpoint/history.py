@@ -68,7 +68,7 @@ def find_newest_valid(
     if skipped:
         raise CheckpointError(
             f"no checkpoint in {root} can be used ({len(skipped)} tried): {skipped[0]}; restore"
-            " one, or start over without this directory"
+            " one, or remove this directory to start over"
         )
     return None
 

@@ -209,7 +209,7 @@ def _list_group_fragments(group: TrainedParams, vector: Tensor, prefix: str) -> 
 
 
 def _is_saved(flat: FlatParams, tensor: Group) -> bool:
-    """Return whether no lower-ranked process in the tensor-parallel group has the full vector."""
+    """Return whether this process saves the vector; full parameters are saved by tp rank 0 only."""
     return tensor.rank == 0 or flat.settings.role in ("sharded", "overlapping")
 
 

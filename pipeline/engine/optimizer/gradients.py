@@ -201,8 +201,8 @@ class FlatGradients:
         gradient, param.grad = param.grad, None
         if self._buffer is None or gradient is None:
             raise RuntimeError(
-                f"the gradient of {name} arrived before its block's backward pass: don't modify in"
-                " place a view that a module returns"
+                f"the gradient of {name} arrived before its block's backward pass: don't modify a"
+                " module's output in place if it is a view"
             )
         view = self._views[name]
         (view.copy_ if name in self._undefined else view.add_)(gradient.detach())

@@ -141,7 +141,7 @@ class Policy(nn.Module):
         return self._logits(batch)
 
     def _output_matrix(self, batch: TokenBatch) -> nn.Linear | None:
-        """Return the output layer if log-probabilities can be computed from it in tiles, else None.
+        """Return the output layer, or None if log-probabilities can't be computed from it in tiles.
 
         Every process runs the same forward passes and gets the same result.
         """

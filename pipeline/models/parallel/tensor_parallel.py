@@ -357,7 +357,7 @@ def _shard_layer(shards: TensorShards, name: str, module: nn.Module) -> nn.Modul
     """Keep this process's shard of a layer and its adapter.
 
     A row-parallel layer no longer adds its bias, which must be added once, after the sum over
-    processes. Return the layer if this applies to it, else None.
+    processes. Return the layer, or None if this does not apply to it.
     """
     layer = cast("LinearLayer", unwrap_lora(module))
     is_colwise = STYLES[shards.styles[name]].is_colwise

@@ -48,7 +48,7 @@ def run_rejected(*argv: str) -> str:
             "error: --port must be in [0, 65535], got 70000",
         ),
         (("--path", "embedded", "--slots", "0"), "error: --slots must be positive, got 0"),
-        (("--path", "embedded", "--host", "0.0.0.0"), "error: --host 0.0.0.0 is open to other"),
+        (("--path", "embedded", "--host", "0.0.0.0"), "error: --host 0.0.0.0 lets other"),
         (("--path", "embedded", "--api-key", "a"), "error: --api-key: key 1 is shorter than 8"),
         (("--path", "embedded", "--api-key-file", "no"), "error: --api-key-file no can't be read"),
         (
