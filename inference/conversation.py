@@ -76,7 +76,7 @@ class Conversation:
         response; the pieces that were already written remain in the dialogue.
 
         Raises:
-            DataError: `text` alone does not fit in the context; the dialogue is unchanged.
+            DataError: `text` doesn't fit even without earlier turns; the dialogue is unchanged.
         """
         dialogue = [*self.messages, Message("user", text)]
         num_dropped = 0
@@ -127,7 +127,7 @@ def fit_turns(
         (token ids, number of messages dropped).
 
     Raises:
-        DataError: the newest message alone is too long.
+        DataError: the newest message is too long even without earlier turns.
     """
     system = list(messages[:1]) if messages and messages[0].role == "system" else []
     turns = list(messages[len(system) :])

@@ -94,9 +94,9 @@ def generate_each(
 ) -> Iterator[Completion]:
     """Respond to the prompts like `generate`, yielding each response when it ends.
 
-    At most `batch_size` sequences run at once, or fewer if their keys and values don't fit in
-    `cache_bytes` (by default, `free_bytes`). `stop_when` is called after each token, and can end a
-    response; it requires a model on one process. `passes` counts passes; see `Request.num_top`.
+    At most `batch_size` sequences run at once, fewer if their keys and values don't fit in
+    `cache_bytes` (by default, `free_bytes`). `stop_when` is called after each token and can end a
+    response; it requires an unsharded model. `passes` counts passes; for `num_top`, see `Request`.
 
     If the model is sharded over processes, all of them must call this with the same settings, each
     with its own prompts, and exhaust the iterator. Processes with the same prompts each respond to

@@ -16,7 +16,7 @@ from pipeline.parallel.group import Group
 class HybridEngine:
     """Switches a model between training and generation; the latter never modifies the weights.
 
-    As in Yao et al. 2023 (DeepSpeed-Chat), section 4, but with copies instead of aliases.
+    This follows Yao et al. 2023 (DeepSpeed-Chat), section 4, with copies instead of aliases.
 
     Args:
         engine: the engine that trains the model.

@@ -70,8 +70,8 @@ class RemoteGenerator:
     ) -> list[Response]:
         """Return responses to this process's prompts.
 
-        Unless this batch was requested ahead, the engine's current weights sample the responses.
-        `batch` is a number that identifies the batch, the same on all training processes.
+        Unless this batch was requested ahead, responses are sampled with the engine's current
+        weights. `batch` is a number that identifies the batch, the same on all training processes.
         `on_response` is called with (index of the prompt, response).
         """
         self._wait()

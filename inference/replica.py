@@ -1,7 +1,7 @@
 """The replica: a second set of modules of the trained model's class, for generation.
 
 It has the same adapters and quantized layers. It shares weights that the trained model stores
-complete; others are copied, one unit at a time, from the weights that an engine gathers. Weights
+unsharded; others are copied, one unit at a time, from the weights that an engine gathers. Weights
 that another pipeline stage trains are received from it. The replica has no hooks or autograd, so a
 process can generate without the others.
 """
@@ -323,7 +323,7 @@ class Replica:
                 setattr(module, leaf, trained.to(buffer.dtype))
 
     def release(self) -> None:
-        """Free the copies; the weights are NaN until they are loaded again."""
+        """Free the copies; until the weights are loaded again, they are NaN (integers are 0)."""
         self.loaded = False
         for weight in self.weights:
             weight.memory = None
@@ -349,7 +349,7 @@ class Replica:
 
 
 def iter_merged(model: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
-    """Yield (name, name in an export, merged weight); tied weights once, by the first name."""
+    """Yield (name, name in an export, merged weight), once per tied weight, by its first name."""
     names: dict[tuple[nn.Parameter, bool], str] = {}
     for name, param in model.named_parameters(remove_duplicate=False):  # adapters untie layers
         names.setdefault((param, ".base_layer." in name), name)

@@ -64,7 +64,7 @@ class AheadDecoder:
 
     @property
     def can_launch(self) -> bool:
-        """Whether another pass is possible and useful: most sequences run, and one needs it."""
+        """Whether another pass fits and is useful: at least 7/8 of rows run, and one needs it."""
         most_are_running = 8 * sum(t.ended for t in self.tickets) <= len(self.tickets)
         is_needed = any(not t.ended and remaining_tokens(t) > 0 for t in self.tickets)
         return self._max_passes > 0 and most_are_running and is_needed
@@ -106,7 +106,7 @@ def remaining_tokens(ticket: Ticket) -> int:
 
 
 def can_decode_ahead(tickets: Sequence[Ticket]) -> bool:
-    """Return whether the tickets share a sampler that keeps the logits, and none sets `num_top`."""
+    """Return whether all tickets share a sampler without logit changes, and none sets `num_top`."""
     sampler = tickets[0].sampler
     is_uniform = all(t.sampler is sampler and t.request.num_top is None for t in tickets)
     return is_uniform and sampler.logits_change_reason is None

@@ -1,9 +1,9 @@
 """Keys and values of running sequences, in pages that sequences share (Kwon et al. 2023).
 
 The cache is passed to an unmodified Hugging Face model, whose layers store keys and values in it.
-A pass is one row of tokens from any sequences, whose layout computes attention.
-Dimension names: P pages, T tokens of a page, N tokens of a pass, B sequences, L pages of a
-sequence, G key/value heads, H query heads, D and E head sizes.
+A pass is one row of tokens from any sequences; its layout computes attention. Dimension names: P
+pages, T tokens of a page, N tokens of a pass, B sequences, L pages of a sequence, G key/value
+heads, H query heads, D and E head sizes.
 """
 
 import math

@@ -44,8 +44,8 @@ MAX_POW2_ROWS = 64
 ROW_STEP = 32
 
 MAX_ROW_RATIO = 4
-"""Maximum ratio of a replayed pass's rows to its sequences: the padding costs less than recording a
-narrower pass, for which the modules run several times."""
+"""Maximum ratio of a replayed pass's rows to the rows that it needs: the padding costs less than
+recording a narrower pass, for which the modules run several times."""
 
 MIN_GRAPH_LENGTH = 256
 """Sequences up to this length share a graph; beyond it there is a graph per power of two, because a

@@ -538,7 +538,7 @@ class CurrentLayout:
 
 
 class TracedRows(ReplayedRows):
-    """Traced passes with a fixed number of rows, whose small matmuls use the kernel."""
+    """Traced passes with a fixed number of rows; small matmuls use the kernel for linear layers."""
 
     def __init__(self, forward: Pass, num_rows: int) -> None:
         super().__init__(num_rows)

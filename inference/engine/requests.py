@@ -11,8 +11,8 @@ from jaxtyping import Int
 from inference.engine.sampling import Sampler, TokenLogprobs, with_zero_seed
 
 AfterToken = Callable[[int, list[int]], bool | None]
-"""Called after each token with its prompt's index and the response so far, which ends if it returns
-true."""
+"""Called after each token with its prompt's index and the response so far; if it returns true, the
+response ends."""
 
 Reason = Literal["stop", "length", "cancelled", "error"]
 """Why a response ended: a stop token, the maximum length, a cancellation, or an error."""

@@ -266,7 +266,7 @@ def inverse_transform(
 def _search(
     weights: Float[Tensor, "B K"], points: Float[Tensor, " B"]
 ) -> tuple[Int[Tensor, " B"], Float[Tensor, " B"]]:
-    """Return the index at a fraction of the cumulative weight, and the fraction of that item."""
+    """Return the index at a fraction of the cumulative weight, and the fraction within the item."""
     cumulative = weights.double().cumsum(dim=-1)
     thresholds = points[:, None] * cumulative[:, -1:]
     index = torch.searchsorted(cumulative, thresholds, right=True)

@@ -21,7 +21,7 @@ class ServeConfig:
     """Model directories or Hub ids, optionally with a name, as in sft=OUT/step1_sft."""
 
     run: Path | None = None
-    """Output directory of a run, whose base, step 1 and step 3 models are served, if present."""
+    """Output directory of a run; its base model and those of steps 0, 1 and 3 are served."""
 
     reward: str | None = None
     """Reward model for /v1/score, such as OUT/step2_reward; null uses the one in --run, if any."""

@@ -31,7 +31,7 @@ RETRY_SECONDS = 5
 """Value of `Retry-After` in responses with status 429 or 503."""
 
 CLIENT_CLOSED = 499
-"""Status of a request whose client disconnected, in logs."""
+"""Status logged for a request whose client disconnected."""
 
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": waiting\n\n"

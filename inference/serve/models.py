@@ -243,7 +243,7 @@ def _parse_path(word: str) -> ModelPath:
 
 
 def find_run_models(out: Path) -> list[ModelPath]:
-    """Return a run's generative models: base, step 1, and step 3 with the best method last.
+    """Return a run's generative models: base, steps 0, 1 and 3, with the best method last.
 
     Raises:
         ModelError: no step that trains such a model has finished.
@@ -280,7 +280,7 @@ def _read_steps(out: Path) -> Mapping[str, StepResult]:
 
 
 def _base_model(step: StepResult, directory: str) -> list[ModelPath]:
-    """Return the model that step 1 started from, if its settings name one."""
+    """Return the model that the run's first step started from, if its settings name one."""
     path, seed = step.settings.get("model.path"), step.settings.get("seed")
     if not isinstance(path, str):
         return []
@@ -417,8 +417,8 @@ def _num_bytes(model: nn.Module) -> int:
 def _load_tokenizer(path: ModelPath) -> PreTrainedTokenizerBase:
     """Load the model's tokenizer.
 
-    A run's base model without a chat template uses the tokenizer of the model that step 1 trained
-    from it if their vocabularies are equal, so that both models get the same text.
+    A run's base model without a chat template uses the tokenizer of the model that was trained from
+    it if their vocabularies are equal, so that both models get the same text.
     """
     tokenizer = load_tokenizer(FrozenModelConfig(path=path.path))
     if path.template_source is None or tokenizer.chat_template:

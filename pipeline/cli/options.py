@@ -19,8 +19,8 @@ and begins with `prepare_imports(SFTConfig)` under the same condition.
 
 `python -m step1_sft.train --config a.yaml --config b.yaml --model.optim.lr 1e-4` applies the
 dataclass's defaults, then the method's defaults, then each file in order, then the command line.
-Option names take dashes or underscores; lists are written with spaces (`--data.path a.jsonl
-b.jsonl`) or as JSON; a switch without a value is true.
+Option names may contain dashes or underscores; lists are written with spaces
+(`--data.path a.jsonl b.jsonl`) or as JSON; a switch without a value is true.
 """
 
 import argparse

@@ -1,8 +1,9 @@
 """The mesh of processes: the only module that maps ranks.
 
 Functions call `current_mesh()`; objects that outlive a call are passed their group. `mesh.world`,
-which contains all training processes, is used for files, logs and barriers; `mesh.data` for the
-shards of a model and for sums over its batch. `split_mesh` divides the processes once per job.
+the processes that train (or those that only generate), is used for files, logs and barriers;
+`mesh.data` for the shards of a model and for sums over its batch. `split_mesh` divides the
+processes once per job.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -197,7 +198,7 @@ def new_pipeline_group(
     """Create the group of this process's pipeline stages; all processes must call this.
 
     `rows` lists the ranks of each pipeline in the order of its stages. If the backend doesn't
-    support tags (`has_tags`), each `TransferKind` gets a separate group.
+    support tags (`has_tags` is false), each `TransferKind` gets a separate group.
     """
     group = new_subgroup(rows, timeout_seconds=timeout_seconds)
     kinds = () if has_tags else TRANSFER_KINDS

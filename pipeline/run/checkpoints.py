@@ -211,7 +211,7 @@ class Checkpoints:
         return self.run.is_main and time.monotonic() - self._saved_at >= interval.seconds
 
     def _save_or_exit(self, signals: StopSignals, *, due: bool) -> None:
-        """Save the state if a save is due and not done; exit if any process received a signal."""
+        """Save the state if due or if any process received a signal; in the latter case, exit."""
         received = signals.received
         interrupted, terminated, due_somewhere = self._world.sums(
             [received in INTERRUPTS, received is not None and received not in INTERRUPTS, due]
@@ -226,7 +226,7 @@ class Checkpoints:
     def _check_signals(self, signals: StopSignals) -> None:
         """Exit if a signal was received; called at the beginning and end of the loop.
 
-        Processes get here at slightly different times, and outside the loop the signal stops a
+        Processes get here at slightly different times, and outside the loop a signal stops a
         process immediately. If one was stopped, this process got the signal too, and also exits.
         """
         try:

@@ -61,7 +61,7 @@ def build_config(
     """Build an instance of the dataclass `config_class`, with types and ranges checked.
 
     The settings of `layers` are in order of increasing precedence; `overrides`, dotted names with
-    values from the command line, override them. Messages begin names with `section`, such as
+    values from the command line, override them. In messages, names begin with `section`, such as
     "sft.".
 
     Raises:
@@ -172,7 +172,7 @@ def _normalize_value(kind: object, value: object, name: str, source: str) -> obj
     """Convert a value to its setting's type: an item to a list, a date to text, `~/` to a path.
 
     Raises:
-        ConfigError: a number is true or false; YAML reads yes, no, on and off as booleans.
+        ConfigError: a number is given as a boolean; YAML reads yes, no, on and off as booleans.
     """
     item_class = items_class(kind)
     if isinstance(value, bool):
@@ -337,8 +337,8 @@ def _add_file(
 ) -> str:
     """Insert the file that sets the value into `message`, whose first word is the setting.
 
-    "sft.epochs must be ..." becomes "sft.epochs in my.yaml must be ..."; a value from the command
-    line changes nothing.
+    "sft.epochs must be ..." becomes "sft.epochs in my.yaml must be ..."; if no file sets the value,
+    it is unchanged.
     """
     full_name = re.split(r"[^\w.]", message, maxsplit=1)[0]
     name = full_name.removeprefix(section)

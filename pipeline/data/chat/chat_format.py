@@ -119,7 +119,7 @@ class ChatFormat:
     """The special tokens that the template needs."""
 
     system_slot: bool = True
-    """Whether the template supports a system message, or it is prepended to the next user turn."""
+    """Whether the template supports system messages; `_fold_system` replaces them otherwise."""
 
     _reported: set[str] = field(default_factory=set, compare=False, repr=False)
     """Warnings that were already logged; each is logged only once."""

@@ -78,7 +78,7 @@ def parse_dialogue(text: str) -> Turns | None:
 
 
 def join_turns(messages: Sequence[Message]) -> Turns:
-    """Join consecutive messages of one role, which many chat formats reject, with a blank line."""
+    """Join adjacent messages of one role, except tool, by blank lines; many formats reject them."""
     joined: list[Message] = []
     for message in messages:
         last = joined[-1] if joined and message.role != "tool" else None
@@ -99,9 +99,9 @@ def is_empty(turn: Message) -> bool:
 
 
 def split_last_response(turns: Turns) -> tuple[Turns, Turns]:
-    """Split a dialogue into prompt and response, its last assistant turn.
+    """Split a dialogue into the prompt and the response: the last turn, if it is the assistant's.
 
-    A dialogue that ends in a user turn is a prompt without a response.
+    A dialogue that ends in another turn is a prompt without a response.
     """
     return (turns[:-1], turns[-1:]) if turns and turns[-1].role == "assistant" else (turns, ())
 

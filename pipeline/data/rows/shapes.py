@@ -295,7 +295,7 @@ def read_row(
     """Return the example in `row`, or None if the row is skipped (for lack of an answer, say).
 
     `fields` maps our column names to the row's, as in `{"prompt": "question"}`. `stats` records the
-    columns that are read, or why the row is skipped; `extra` gets the columns in `kept`.
+    columns that are read, or why the row is skipped; `kept` selects the columns in `extra`.
 
     Raises:
         DataError: no shape fits the row's columns, or a column has the wrong type.

@@ -44,7 +44,7 @@ def list_candidates(root: Path) -> list[Path]:
 def find_newest_valid(
     root: Path, world: Group, *, list_paths: Callable[[Path], Sequence[Path]] = list_candidates
 ) -> Checkpoint | None:
-    """Return the first checkpoint that all processes find valid, or None if there are none at all.
+    """Return the first checkpoint that all processes find valid, or None if no checkpoint exists.
 
     All processes must call this; each verifies some of the files. `list_paths` lists the
     directories to try; the first process's list is used.
