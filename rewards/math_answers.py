@@ -33,7 +33,7 @@ _NUMBER_IN_TEXT = re.compile(
     rf"(?<![\w.])-?(?:(?:\d+ *)?{_FRAC}|\d+ +\d+\s*/\s*\d+|(?:{_DECIMAL})(?:\s*/\s*(?:{_DECIMAL})"
     r"|[eE][-+]?\d+|\s*(?:\\times|\*|×)\s*10\s*\^\s*(?:[-+]?\d+|\{\s*[-+]?\d+\s*\}))?)"
 )
-"""A number within a text, which no word character or dot precedes."""
+"""A number in a text, not preceded by a word character or a dot."""
 
 _FORMULA = re.compile(r"\$+([^$]+)\$+|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
 

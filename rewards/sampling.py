@@ -1,6 +1,6 @@
 """Sample a model's responses to the prompts in a data path, and score them.
 
-Used by the commands `rewards.select` and `evaluation.winrate`.
+The commands `rewards.select` and `evaluation.winrate` use this module.
 """
 
 import itertools

@@ -201,10 +201,11 @@ run()
 def code_scorer(config: RewardConfig) -> Scorer:
     """Return a scorer that gives the fraction of a row's tests that the response's program passes.
 
-    The program is the last fenced block of the response, or the whole response without one. Tests
-    are Python code (or a list of lines) with assertions that must all hold, or input/output pairs,
-    `[{"input": "1 2", "output": "3"}, ...]` or `{"inputs": [...], "outputs": [...]}`, or either
-    as a string. Trailing whitespace in outputs is ignored. A row without tests has no reward.
+    The program is the last fenced block of the response, or the whole response if it has none.
+    Tests are Python code (or a list of lines) with assertions that must all hold, or input/output
+    pairs, `[{"input": "1 2", "output": "3"}, ...]` or `{"inputs": [...], "outputs": [...]}`, or
+    either as a string. Trailing whitespace in outputs is ignored. A row without tests has no
+    reward.
     """
 
     def score(episode: Episode) -> float | None:

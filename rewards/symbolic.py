@@ -1,7 +1,7 @@
 r"""Compare formulas, intervals and sets with math-verify (huggingface/Math-Verify).
 
 It parses LaTeX and compares with SymPy. For inputs such as 9^{9^{9^9}}, both may use unlimited time
-and memory without returning to Python, so a child process runs each comparison until its deadline.
+and memory without returning to Python, so each comparison runs in a child process with a deadline.
 """
 
 import functools

@@ -50,8 +50,8 @@ def compile_pattern(config: RewardConfig) -> re.Pattern[str]:
 def length_scorer(config: RewardConfig) -> Scorer:
     """Return a scorer that gives 0 up to `max_tokens`, then falls to -1 over `buffer_tokens`.
 
-    DAPO's soft overlong punishment (Yu et al. 2025, arXiv:2503.14476, eq. 13), whose L_max is
-    max_tokens + buffer_tokens and whose L_cache is buffer_tokens.
+    This is DAPO's soft overlong punishment (Yu et al. 2025, arXiv:2503.14476, eq. 13), where L_max
+    is max_tokens + buffer_tokens and L_cache is buffer_tokens.
     """
     max_tokens, buffer = config.max_tokens or 0, config.buffer_tokens
 
@@ -65,7 +65,7 @@ def length_scorer(config: RewardConfig) -> Scorer:
 
 
 def verifier_scorer(config: RewardConfig) -> Scorer:
-    """Return a scorer: 1 if correct and polite, else 0; None for a row without an answer."""
+    """Return a scorer: 1 for a correct and polite response, else 0; None if a row has no answer."""
 
     def score(episode: Episode) -> float | None:
         answer = episode.extra.get(config.resolved_column)

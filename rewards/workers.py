@@ -367,7 +367,7 @@ def _prctl(option: int, value: int) -> None:
 def _die_with_parent(parent: int, signum: signal.Signals) -> None:
     """Make the kernel signal this process when the thread that started it exits.
 
-    Only on Linux. On other systems the process exits when the pipe to its parent is closed.
+    This works only on Linux; elsewhere, the process exits when the pipe to its parent closes.
     """
     _prctl(_PR_SET_PDEATHSIG, signum)
     if os.getppid() != parent:

@@ -19,7 +19,7 @@ def group_mean(grouped: Float[Tensor, "P G"], counted: Bool[Tensor, "P G"]) -> F
 
 
 def group_std(grouped: Float[Tensor, "P G"], counted: Bool[Tensor, "P G"]) -> Float[Tensor, "P 1"]:
-    """Return the sample standard deviation of each group's counted values, or 0 for one value."""
+    """Return the sample standard deviation of each group's counted values; 0 for fewer than 2."""
     squares = (grouped - group_mean(grouped, counted)).square()
     return (_group_sum(squares, counted) / (group_counts(counted) - 1).clamp(min=1)).sqrt()
 

@@ -226,13 +226,13 @@ class _EpisodeScheduler:
         self._replies |= {reply.episode: reply for reply in self._environments.receive(wait=wait)}
 
     def _wait_for_reply(self, env_id: int) -> CallResult:
-        """Wait for the result of an environment's move and return it."""
+        """Wait for an environment's reply and return it."""
         while env_id not in self._replies:
             self._receive(wait=True)
         return self._replies.pop(env_id)
 
     def _apply_reply(self, state: _EpisodeState, reply: CallResult) -> list[_EpisodeState]:
-        """Continue with the result of a move; return the episode if it has ended."""
+        """Apply an environment's reply; return the episode if it has ended."""
         episode = state.episode
         if reply.reward is not None:
             episode.reward = reply.reward
@@ -313,7 +313,7 @@ class _EpisodeScheduler:
         self._generating[self._batch.submit(request)] = state
 
     def _end_turn(self, state: _EpisodeState, ticket: Ticket) -> list[_EpisodeState]:
-        """Request the next move or the reward; return the episode if it had already failed."""
+        """Request the next reply or the reward; return the episode if it had already failed."""
         episode, response = state.episode, ticket.response
         _append(episode.sequence, response.ids, trained=True)
         episode.ids += response.ids

@@ -221,7 +221,7 @@ class Evaluator:
 
     Intermediate evaluations sample a response to each of the first `rollout_size` held-out prompts.
     The best actor has the highest objective, mean reward minus the KL penalty. If a guard stops or
-    rolls back on divergence, the best actor's gold reward must also not be below its initial value.
+    rolls back on divergence, the best actor's gold reward also must not be below its initial value.
     """
 
     def __init__(

@@ -152,9 +152,9 @@ def cispo(
     advantages: Float[Tensor, " K"],
     region: TrustRegion,
 ) -> Float[Tensor, " K"]:
-    """Return -min(ratio, 1 + clip_high) * A * log pi, ratio detached (MiniMax 2025, eq. 4 and 5).
+    """Return -min(ratio, 1 + clip_high) * A * log pi (MiniMax 2025, eq. 4 and 5).
 
-    Every token keeps its gradient; only its weight is bounded.
+    The ratio is detached, so every token keeps its gradient; only its weight is bounded.
     """
     return -ratio.detach().clamp(max=1 + region.clip_high) * advantages * logprobs
 
@@ -197,7 +197,7 @@ def response_means(values: Float[Tensor, " K"], mask: Bool[Tensor, "B T"]) -> Fl
 def has_no_gradient(
     ratio: Float[Tensor, " K"], advantages: Float[Tensor, " K"], region: TrustRegion
 ) -> Bool[Tensor, " K"]:
-    """Return whether a token's ratio is out of bounds, so that its gradient is 0 when clipped."""
+    """Return whether each token's ratio is out of bounds, so that clipping zeroes its gradient."""
     clipped = (advantages > 0) & (ratio > 1 + region.clip_high)
     clipped |= (advantages < 0) & (ratio < 1 - region.clip)
     if region.dual_clip is not None:

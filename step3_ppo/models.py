@@ -198,7 +198,7 @@ class Critic(nn.Module):
     def forward(
         self, batch: TokenBatch, *, labels: bool = False
     ) -> Float[Tensor, " K"] | Float[Tensor, "N C"]:
-        """Return values from the token before each target; with `labels`, the scorer's outputs."""
+        """Return the value at the token before each target; with `labels`, the scorer's outputs."""
         if labels:
             return self.scorer(batch, labels=True)
         return self.scorer(batch)[batch.before_targets] * self.slope + self.intercept

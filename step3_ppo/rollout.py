@@ -53,7 +53,7 @@ class PromptBatch:
     """Sampling key of each response, unique within the run."""
 
     number: int
-    """Identifies the batch in the run, the same on all processes."""
+    """Number of the batch in the run, the same on all processes."""
 
     @property
     def inputs(self) -> list[list[int]]:

@@ -47,7 +47,7 @@ class NamedSet:
 
 
 def named_set(name: str) -> NamedSet | None:
-    """Return the data set whose name is or ends the path `name`, or None if there is none."""
+    """Return the data set whose name is the path `name` or its end, or None if there is none."""
     parts = name.replace("\\", "/").rstrip("/").split("/")
     return NAMED.get("/".join(parts[-2:])) or NAMED.get(parts[-1])
 
