@@ -120,7 +120,7 @@ nonsense | 'nonsense' | options start with --
 --deployment-type cloud | --deployment-type | 'single_gpu', 'single_node', 'multi_node', 'ray'
 --deployment-type multi_node --hostfile bad_hosts | bad_hosts:1 | worker-0 slots=8
 --output-dir good.jsonl | --output-dir good.jsonl | not a directory
---ppo.gamma 2 | ppo.gamma | [0, 1]
+--step 1 --ppo.gamma 2 | ppo.gamma | [0, 1]
 --sft.model.optim.schedule cosin | cosin | did you mean cosine
 --sft.model.zero.offload.optimizer nvme | offload.optimizer nvme | offload.nvme_path
 --sft.output_dir here | sft.output_dir | use --output-dir

@@ -108,11 +108,9 @@ def make_plan(argv: Sequence[str], stages: Sequence[Stage]) -> Plan:
     check_sections_run(command_line, stages, known)
     finished_numbers = {stage.number for stage in stages if (out / stage.name / RESULT).is_file()}
     command_line = replace(command_line, finished_steps=frozenset(finished_numbers))
-    stages = tuple(
-        stage
-        for stage in stages
-        if stage.number <= max(request.step) or _is_configured(stage, command_line)
-    )
+    configured = (stage.number for stage in stages if _is_configured(stage, command_line))
+    last = max([*request.step, *configured])
+    stages = tuple(stage for stage in stages if stage.number <= last)
     target = None if request.plan_for is None else parse_machine(request.plan_for)
     layout = resolve_layout(request) if target is None else _hypothetical_layout(target)
     world = layout.processes or 1

@@ -353,7 +353,7 @@ def _check_sections(
             for name in methods_section:
                 check_method_name(str(name), stages, f"{METHODS} in {layer.origin}:")
         for name, value in sections.items():
-            is_section = isinstance(value, Mapping)
+            is_section = value is None or isinstance(value, Mapping)
             require(is_section, f"{name} in {layer.origin} must be a section, got {value}")
     for section, options in overrides.items():
         head, _, name = section.partition(".")

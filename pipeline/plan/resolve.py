@@ -244,9 +244,9 @@ class Resolver:
         """Yield each file's settings for a step, followed by those for the method it runs."""
         method = _get_method(stage, self.request)
         for layer in self.command_line.files:
-            yield replace(layer, settings=layer.settings.get(stage.section, {}))
+            yield replace(layer, settings=layer.settings.get(stage.section) or {})
             if stage.methods:
-                yield replace(layer, settings=layer.settings.get(METHODS, {}).get(method, {}))
+                yield replace(layer, settings=(layer.settings.get(METHODS) or {}).get(method) or {})
 
     def _overrides(self, stage: Stage) -> tuple[Option, ...]:
         """Return the dotted options of a step, followed by those of the method it runs."""

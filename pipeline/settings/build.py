@@ -364,6 +364,8 @@ def _unknown_setting(config_class: type, name: str, *, section: str, source: str
     """Return the error for an unknown setting, with suggestions."""
     settings = list(list_settings(config_class))
     suggestion = did_you_mean(settings, name, lambda known: section + known, what="settings")
+    if any(setting.name == name for setting in settings):
+        suggestion = "nest the sections, as in {model: {path: DIR}}"
     hint = deepspeed_chat_hint(name) or suggestion
     return ConfigError(f"there is no setting {section}{name}{source}; {hint}")
 

@@ -33,7 +33,7 @@ def test_other_models_use_rm_static_unless_data_is_given() -> None:
 
 def test_method_overrides_presets_and_is_overridden_by_settings(tmp_path: Path) -> None:
     file = tmp_path / "my.yaml"
-    file.write_text("ppo: {group_size: 4}\n")
+    file.write_text("sft:\nppo: {group_size: 4}\n")
 
     default = settings()["step3_ppo"]
     argv = ("--method", "grpo_2024")

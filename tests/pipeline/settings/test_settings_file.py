@@ -14,6 +14,7 @@ MESSAGES = (
         "epochs: 1\nmodel:\n  path: a\n  zero_stage: 1\n  path: b",
         "--config {} has path twice, on lines 3 and 5; keep one of them",
     ),
+    ("model.optim.lr: 1", "there is no setting model.optim.lr in {}; nest the sections"),
     ("lr: 1", "there is no setting lr in {}; did you mean model.lora.lr or model.optim.lr?"),
     ("model: {optim: {lr: fast}}", "model.optim.lr in {} must be a number, got fast"),
     ("epochs: -1", "epochs in {} must be positive, got -1.0"),
