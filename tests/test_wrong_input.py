@@ -123,6 +123,7 @@ nonsense | 'nonsense' | options start with --
 --step 1 --ppo.gamma 2 | ppo.gamma | [0, 1]
 --sft.model.optim.schedule cosin | cosin | did you mean cosine
 --sft.model.zero.offload.optimizer nvme | offload.optimizer nvme | offload.nvme_path
+--ppo.critic.path null | ppo.critic.path | must be a model, got null
 --sft.output_dir here | sft.output_dir | use --output-dir
 --reward mth | --reward mth | did you mean math
 --reward math --data-path good.jsonl | column answer | chosen, prompt, rejected

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from pipeline.cli.options import parse_command, print_output
-from pipeline.system.errors import ConfigError, require
+from pipeline.system.errors import require
 from pipeline.system.installation import MODULE
 
 if TYPE_CHECKING:
@@ -39,8 +39,7 @@ class ExportConfig:
 
     def __post_init__(self) -> None:
         require(bool(self.path), "path is missing; pass the directory of a model or a run")
-        if self.to is None:
-            raise ConfigError("to is missing; pass gguf, onnx, merged or adapter")
+        require(self.to is not None, "to is missing; pass gguf, onnx, merged or adapter")
         require(self.out is not None, "out is missing; pass the directory to write")
         require(
             self.number_format == "f32" or self.to == "gguf",

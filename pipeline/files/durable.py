@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from pipeline.system.errors import ConfigError
+from pipeline.system.errors import ConfigError, require
 
 
 def sync(path: Path, *, mode: int | None = None) -> None:
@@ -83,17 +83,15 @@ def check_writable(path: Path, *inputs: str | Path, option: str) -> None:
         ConfigError: `path`, set by `option`, is a directory or one of the files `inputs`, or its
             parent is a file or not writable.
     """
-    if path.resolve() in [Path(file).expanduser().resolve() for file in inputs]:
-        raise ConfigError(f"{option} {path} is also an input; pass another file name")
-    if path.is_dir():
-        raise ConfigError(f"{option} {path} is a directory; pass a file name")
+    sources = [Path(file).expanduser().resolve() for file in inputs]
+    require(path.resolve() not in sources, f"{option} {path} is also an input; pass another name")
+    require(not path.is_dir(), f"{option} {path} is a directory; pass a file name")
     ancestor = path.absolute().parent
     while not ancestor.exists():
         ancestor = ancestor.parent
-    if not ancestor.is_dir():
-        raise ConfigError(f"{option} {path} can't be written: {ancestor} is a file")
-    if not os.access(ancestor, os.W_OK | os.X_OK):
-        raise ConfigError(f"{option} {path} can't be written: {ancestor} is not writable")
+    problem = f"{option} {path} can't be written: {ancestor} is"
+    require(ancestor.is_dir(), f"{problem} a file")
+    require(os.access(ancestor, os.W_OK | os.X_OK), f"{problem} not writable")
 
 
 def write_output(texts: Mapping[Path, str], *, option: str) -> None:

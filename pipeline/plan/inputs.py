@@ -9,7 +9,7 @@ from pipeline.data.rows.sources import LOCAL_JSONFILE, bare_name, is_hub_name, i
 from pipeline.models.hf.directory import check_configuration
 from pipeline.plan.output import MARK, RESULT, last_steps
 from pipeline.plan.request import Request
-from pipeline.plan.stage import Stage
+from pipeline.plan.stage import BASE, Stage
 from pipeline.settings.fields import to_options
 from pipeline.system.errors import DataError, ModelError, UserError, require
 from pipeline.system.installation import MODULE, TRAIN
@@ -25,7 +25,7 @@ def check_inputs(
 
     Raises:
         ModelError: a model directory is missing; the message names the step that creates it.
-        ConfigError: a model is in the output directory of the step that loads it.
+        ConfigError: a model is null, or in the output directory of the step that loads it.
         DataError: a data file is missing.
     """
     writers = {configs[stage.name].output_dir: stage for stage in stages}
@@ -33,6 +33,9 @@ def check_inputs(
         if stage.number not in request.step:
             continue
         config = configs[stage.name]
+        for role in stage.models.keys() - {BASE, *stage.optional, *config.unused_roles}:
+            name = f"{stage.section}.{role}.path"
+            require(role in config.used_models(), f"{name} must be a model, got null")
         for name, path in model_paths(config):
             writer = writers.get(Path(path))
             label = _label(f"{stage.section}.{name}", path, request)

@@ -20,7 +20,7 @@ from pipeline.config.deepspeed import deepspeed_layer
 from pipeline.plan.output import recorded_base_model, recorded_model
 from pipeline.plan.request import CommandLine, Request
 from pipeline.plan.response_length import default_length
-from pipeline.plan.stage import INITIAL, METHODS, Stage
+from pipeline.plan.stage import BASE, INITIAL, METHODS, Stage
 from pipeline.settings.build import Layer, build_config, merge, method_layer, read_settings
 from pipeline.settings.fields import Option, flatten, get_default, unflatten
 from pipeline.system.errors import ConfigError, require
@@ -30,9 +30,6 @@ DEFAULT_DATA = "Dahoas/rm-static"
 """Default data for a model other than the embedded one (as in DeepSpeed-Chat)."""
 
 EMBEDDED_PRESET = ROOT / "configs" / "embedded.yaml"
-
-BASE = "base"
-"""Role of the model from which earlier steps trained the main one; used for comparison."""
 
 
 def step_configs(

@@ -10,6 +10,9 @@ from pipeline.system.errors import ConfigError, require, suggestion
 INITIAL = "before"
 """Origin, instead of a section name, for the model from which the first step starts."""
 
+BASE = "base"
+"""Role of the model from which earlier steps trained the main one; used for comparison."""
+
 METHODS = "methods"
 """Section of settings files; each subsection, named after a method, applies to that method only."""
 

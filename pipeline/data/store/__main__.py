@@ -115,10 +115,8 @@ def show(options: argparse.Namespace) -> None:
 
 
 def _show_document(file: TokenFile, document: int, name: str | None) -> None:
-    if not 0 <= document < file.num_documents:
-        raise ConfigError(
-            f"--document must be from 0 to {file.num_documents - 1:,}, got {document}"
-        )
+    last = file.num_documents - 1
+    require(0 <= document <= last, f"--document must be from 0 to {last:,}, got {document}")
     name = name or (file.origin.tokenizer if file.origin else None)
     if name is None:
         raise ConfigError(f"{file.path} does not record its tokenizer; pass --tokenizer")
