@@ -18,7 +18,6 @@ MESSAGES = (
     ("lr: 1", "there is no setting lr in {}; did you mean model.lora.lr or model.optim.lr?"),
     ("model: {optim: {lr: fast}}", "model.optim.lr in {} must be a number, got fast"),
     ("epochs: -1", "epochs in {} must be positive, got -1.0"),
-    ("epochs: yes", "epochs in {} must be a number, got True"),
     ("max_steps: on", "max_steps in {} must be a number, got True"),
     ("model: {zero_stage: true}", "model.zero_stage in {} must be a number, got True"),
     ("seed: null", "seed in {} must be an integer, got null"),
