@@ -50,7 +50,7 @@ def generate(
 
     Args:
         model: a causal language model, plain or with adapters.
-        prompts: token ids of each prompt, none empty; equal prompts are prefilled only once.
+        prompts: token ids of each prompt, none empty; identical prompts are prefilled once.
         max_new_tokens: maximum number of tokens in a response, including its stop token.
         temperature: divides the logits before sampling; 0 selects greedy decoding.
         stop_ids: tokens that end a response.
@@ -225,7 +225,7 @@ def run_batch(
 def max_pages(requests: Sequence[Request], num_slots: int) -> int:
     """Return an upper bound on the pages that the requests need while `num_slots` of them run.
 
-    Sequences with equal prompts share the pages that the prompt fills.
+    Sequences with identical prompts share the pages that the prompt fills.
     """
     prompts = {request.prompt for request in requests}
     shared = sorted((len(prompt) - 1) // PAGE for prompt in prompts)

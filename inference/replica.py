@@ -42,7 +42,7 @@ class WeightSource:
     """The trained parameter from which a weight of the replica is made."""
 
     key: object
-    """A key that is equal for all names of a tied weight and differs between weights."""
+    """A key that is the same for all names of a tied weight and differs between weights."""
 
     full_shape: torch.Size
     """Shape of the full weight, of which this process may train a shard."""

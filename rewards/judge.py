@@ -54,7 +54,7 @@ def template_columns(template: str, name: str) -> frozenset[str]:
 
 
 def make_prompt(config: RewardConfig, template: str, episode: Episode) -> str:
-    """Return the prompt for a judge; equal episodes give equal prompts."""
+    """Return the prompt for a judge; identical episodes give identical prompts."""
     low, high = config.scale
     columns = {
         name: episode.extra.get(name, "") for name in template_columns(template, config.name)

@@ -20,12 +20,12 @@ def pairwise_loss(
 ) -> Float[Tensor, ""]:
     """Return -log sigmoid(r_chosen - r_rejected - margin), summed over pairs.
 
-    Ouyang et al. 2022, eq. 1; the margin as in Touvron et al. 2023, eq. 2. `center_coef` adds
-    center_coef * (r_chosen + r_rejected)^2, which keeps scores near 0 (Eisenstein et al. 2023,
-    section 3): the pairwise term alone doesn't determine their level. `focal_gamma` weights a pair
-    by (1 - p)^gamma, p being the probability of its order, so that correctly ordered pairs count
-    less (Lin et al. 2017, eq. 4). The caller divides by the number of pairs of the whole optimizer
-    step.
+    This is the loss of Ouyang et al. 2022, eq. 1, with the margin of Touvron et al. 2023, eq. 2.
+    `center_coef` adds center_coef * (r_chosen + r_rejected)^2, which keeps scores near 0
+    (Eisenstein et al. 2023, section 3): the pairwise term alone doesn't determine their level.
+    `focal_gamma` weights a pair by (1 - p)^gamma, p being the probability of its order, so that
+    correctly ordered pairs count less (Lin et al. 2017, eq. 4). The caller divides by the number of
+    pairs of the whole optimizer step.
     """
     difference = chosen - rejected
     if margin is not None:
@@ -47,9 +47,9 @@ def cross_entropy(
 ) -> Float[Tensor, ""]:
     """Return alpha_y (1 - p_y)^gamma (-log p_y), summed over rows.
 
-    Lin et al. 2017 (1708.02002), eq. 5, over the softmax; alpha are the class `weights`, by default
-    1. With gamma 0 it is the weighted cross entropy. The caller divides by the number of rows of
-    the whole optimizer step.
+    This is the focal loss (Lin et al. 2017, 1708.02002, eq. 5) over the softmax; alpha are the
+    class `weights`, by default 1. With gamma 0 it is the weighted cross entropy. The caller divides
+    by the number of rows of the whole optimizer step.
     """
     logprobs = F.log_softmax(logits, dim=-1).gather(1, classes[:, None]).squeeze(1)
     nll = -logprobs

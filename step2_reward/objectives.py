@@ -121,7 +121,7 @@ class Objective(ABC):
             ]
 
         name = "pairs" if self.labels.kind == "pairs" else "rows"
-        return FitCheck(fit, lost_side="beginning", empty="have equal responses", rows=name)
+        return FitCheck(fit, lost_side="beginning", empty="have identical responses", rows=name)
 
     def encode(
         self, examples: Sequence[Example], chat: ChatFormat, config: RewardConfig
@@ -217,7 +217,7 @@ class ScalarObjective(Objective):
     has_accuracy = False
 
     def loss(self, outputs: Float[Tensor, "O C"], batch: Batch) -> tuple[Tensor, None]:
-        """Return the loss summed over rows, and None, since there are no correct predictions."""
+        """Return the loss summed over rows, and None: a prediction is neither right nor wrong."""
         scores = outputs[batch.sequence_indices[:, 0]].squeeze(-1)
         error = squared_error if self.labels.loss == "mse" else binary_cross_entropy
         return error(scores, batch.targets), None

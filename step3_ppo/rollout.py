@@ -44,7 +44,7 @@ class PromptBatch:
     """Indices of the prompts' groups in the rollout; group g belongs to process g % W of W."""
 
     prompts: list[Prompt]
-    """The prompt of each response; the equal prompts of a group are adjacent."""
+    """The prompt of each response; the identical prompts of a group are adjacent."""
 
     rows: list[int]
     """Index of each group's prompt among the training prompts."""

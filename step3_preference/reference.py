@@ -120,7 +120,7 @@ def _describe_skipped(outcomes: Counter[RowOutcome]) -> str:
     """Return the number of skipped rows for each reason."""
     counts = {
         "too long": outcomes["too long"],
-        "with equal responses": outcomes["equal"],
+        "with identical responses": outcomes["equal"],
         "with a response without trained tokens": outcomes["untrained"],
     }
     return ", ".join(f"{count} {reason}" for reason, count in counts.items() if count)

@@ -65,7 +65,7 @@ class OpenBatch:
         num_pages: number of cache pages, for at least one sequence; by default, for all slots.
         chunk: maximum number of prompt tokens per step (default `PREFILL`).
         reuse_prefixes: whether a prompt reuses its longest common prefix with any sequence of the
-            same `scope` in a slot, running or ended; otherwise only equal prompts are shared.
+            same `scope` in a slot, running or ended; otherwise only identical prompts share.
         passes: counts the passes.
     """
 

@@ -131,7 +131,7 @@ class Slot:
 class PrefixCache:
     """Finds the slot that stores the longest prefix of a prompt.
 
-    Without `allow_partial`, only equal prompts share a prefix.
+    Without `allow_partial`, only identical prompts share a prefix.
     """
 
     def __init__(self, slots: Sequence[Slot], *, allow_partial: bool) -> None:
@@ -197,7 +197,7 @@ class Scheduler:
         cache: the keys and values.
         num_slots: number of sequences that run at once.
         capacity: maximum length of a sequence; the cache has pages for at least one of that length.
-        reuse: whether prompts reuse any common prefix; otherwise only equal prompts share one.
+        reuse: whether prompts reuse any common prefix; otherwise only identical ones share it.
         lookahead: number of additional tokens to reserve pages for, if enough pages are free.
     """
 

@@ -418,7 +418,7 @@ def _load_tokenizer(path: ModelPath) -> PreTrainedTokenizerBase:
     """Load the model's tokenizer.
 
     A run's base model without a chat template uses the tokenizer of the model that was trained from
-    it if their vocabularies are equal, so that both models get the same text.
+    it if their vocabularies are identical, so that both models get the same text.
     """
     tokenizer = load_tokenizer(FrozenModelConfig(path=path.path))
     if path.template_source is None or tokenizer.chat_template:

@@ -149,7 +149,7 @@ def prompt_units(rows: Sequence[Encoded], *, max_tokens: int) -> list[list[int]]
 
 
 def _group_by_prompt(rows: Sequence[Encoded]) -> list[list[int]]:
-    """Group adjacent rows whose tokens before the first trained token are equal."""
+    """Group adjacent rows whose tokens before the first trained token are identical."""
     prompts = [tuple(row.input_ids[: _prompt_length(row)]) for row in rows]
     return [list(group) for _, group in groupby(range(len(rows)), key=prompts.__getitem__)]
 

@@ -1,6 +1,6 @@
 """Guards that watch a run's metrics: they warn, stop the run, or roll it back.
 
-The metrics are equal on all processes, so all make the same decision.
+The metrics are the same on all processes, so all make the same decision.
 """
 
 import copy

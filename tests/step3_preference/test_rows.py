@@ -57,7 +57,7 @@ def test_uninformative_rows_are_skipped_and_counted(
     assert rejected > chosen
     assert (
         f"4 training rows at data.max_length {chosen}: truncated the prompt of 1, skipped 3 (1 too"
-        " long, 1 with equal responses, 1 with a response without trained tokens)"
+        " long, 1 with identical responses, 1 with a response without trained tokens)"
     ) in caplog.text
 
 
@@ -66,7 +66,7 @@ def test_data_without_usable_rows_is_rejected(toy: Path) -> None:
     equal = Example((USER,), (CHOSEN,), (CHOSEN,))
     data = replace(config.data, path=(str(toy / "labeled.jsonl"),))
 
-    with pytest.raises(DataError, match=r"none of the 2 training rows .*2 with equal responses"):
+    with pytest.raises(DataError, match=r"none of the 2 training rows .*2 with identical"):
         RowStore(config).select(StepData([equal, equal], [PAIR], []), chat)
     with pytest.raises(DataError, match="no row has what step 3 needs, a chosen and a rejected"):
         load_examples(data, step=3, seed=0, share=config.row_share)

@@ -37,7 +37,7 @@ def test_step_without_trainable_tokens_raises_before_training(step: int, tmp_pat
     with pytest.raises(DataError) as raised:
         run()
 
-    reason = "rows have nothing left to train on" if step == 1 else "pairs have equal responses"
+    reason = "rows have nothing left to train on" if step == 1 else "pairs have identical responses"
     assert f" training {reason} at data.max_length " in str(raised.value)
     assert (tmp_path / "out" / "metrics.jsonl").read_bytes() == b""
     assert not (tmp_path / "out" / "trained_prompts.hashes").exists()
