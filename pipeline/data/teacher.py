@@ -1,4 +1,4 @@
-"""A teacher's most likely tokens, in a module of their own because NumPy is slow to import."""
+"""A teacher's most likely tokens, in a separate module because NumPy is slow to import."""
 
 from dataclasses import dataclass
 
