@@ -21,6 +21,7 @@ from pipeline.config import FrozenModelConfig
 from pipeline.data.chat.chat_format import ChatFormat
 from pipeline.data.examples import Example, Message
 from pipeline.demo.task import HAND_WRITTEN, verify
+from pipeline.files.durable import json_safe
 from pipeline.models.hf.load import add_tokens, load_causal_lm, load_tokenizer
 from pipeline.models.hf.meta import load_on_meta
 from pipeline.parallel import launched
@@ -374,7 +375,7 @@ def write_samples(
         }
         for row, prompt in enumerate(held_out.prompts[:NUM_SAMPLES])
     ]
-    path.write_text(json.dumps({"rows": rows}, indent=2, ensure_ascii=False) + "\n")
+    path.write_text(json.dumps(json_safe({"rows": rows}), indent=2, ensure_ascii=False) + "\n")
 
 
 def _describe_prompt(

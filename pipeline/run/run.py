@@ -17,7 +17,7 @@ from pipeline.cli.options import write_config
 from pipeline.config import StepConfig
 from pipeline.engine.checkpoint.format import list_steps, parse_step
 from pipeline.engine.checkpoint.history import list_candidates
-from pipeline.files.durable import discard, replace_durably
+from pipeline.files.durable import discard, json_safe, replace_durably
 from pipeline.files.lock import RunLock
 from pipeline.parallel.mesh import Mesh
 from pipeline.run.trackers import TrackedRun, Trackers, open_trackers
@@ -204,7 +204,7 @@ class Run:
             **extra,
         }
         os.fsync(self._metrics.fileno())
-        text = json.dumps(_json_safe(result), indent=2, allow_nan=False) + "\n"
+        text = json.dumps(json_safe(result), indent=2, allow_nan=False) + "\n"
         replace_durably(self.path("result.json"), text.encode())
 
     def record_divergence(self, sentence: str) -> None:
@@ -248,7 +248,7 @@ class Run:
     ) -> None:
         """Write a line to metrics.jsonl; trackers receive only its `metrics`."""
         assert self._metrics is not None
-        line = _json_safe({"step": step, "seconds": round(self.seconds, 3), **metrics, **details})
+        line = json_safe({"step": step, "seconds": round(self.seconds, 3), **metrics, **details})
         self._metrics.write(json.dumps(line, allow_nan=False).encode() + b"\n")
         if metrics:
             self._trackers.log(step, metrics)
@@ -263,17 +263,6 @@ def changed_settings(config: StepConfig) -> dict[str, object]:
     changed = non_default_values(config, defaults)
     unused = config.unused_roles
     return {name: value for name, value in changed.items() if name.partition(".")[0] not in unused}
-
-
-def _json_safe(value: object) -> object:
-    """Replace NaN and infinities in `value` with None, because JSON lacks them."""
-    if isinstance(value, Mapping):
-        return {key: _json_safe(inner) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [_json_safe(inner) for inner in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value
 
 
 def get_training_id(path: str) -> str | None:

@@ -66,10 +66,6 @@ def make_config(inputs: Path, out: Path, **changes: Any) -> PretrainConfig:
     return PretrainConfig(**{**settings, **changes})
 
 
-def read_result(config: PretrainConfig) -> dict[str, Any]:
-    return json.loads((config.output_dir / "result.json").read_text())["eval"]
-
-
 @torch.no_grad()
 def plain_perplexity(path: Path, rows: Sequence[TokenRow]) -> float:
     """Compute the perplexity with transformers, one sequence at a time."""

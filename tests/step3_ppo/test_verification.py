@@ -1,6 +1,7 @@
 """The judge's figures of a run."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,13 +21,14 @@ def test_verifier_scores_run_and_hand_written_prompts(toy: Path, tmp_path: Path)
     prompts = [Prompt(messages, models.chat.encode_prompt(messages)) for messages in dialogues]
     held_out = HeldOut(models, prompts, config)
     answers = held_out.answer_all()
+    answers.sampled[0] = replace(answers.sampled[0], score=float("nan"))  # its source failed
 
     answers_by_model = {"step1_sft": answers, "step3_ppo": answers}
     figures = judge_samples(held_out, answers_by_model, tmp_path / "samples.json")
 
     assert figures["judge"] == {"step1_sft": 0.0, "step3_ppo": 0.0}  # untrained
     assert figures["judge_talk"] == 0.0
-    samples = json.loads((tmp_path / "samples.json").read_text())
+    samples = json.loads((tmp_path / "samples.json").read_text(), parse_constant=pytest.fail)
     rows = [row["answers"]["step3_ppo"] for row in samples["rows"]]
     assert [answer["text"] for answer in rows] == [response.text for response in answers.sampled]
     assert [answer["greedy"]["text"] for answer in rows] == [

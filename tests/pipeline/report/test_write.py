@@ -115,6 +115,7 @@ def test_run_without_step_1_is_compared_with_its_start_model(tmp_path: Path, mod
     greedy = {"text": "Hello to you.", "score": -1.0, "stopped": False, "raw_score": 2.5}
     texts = {name: {"text": "Hi.", "score": 1.0, "stopped": True} for name in judge}
     texts["start"] |= {"greedy": greedy}
+    texts["step3_grpo"] |= {"score": None, "raw_score": None, "stopped": False}  # sources failed
     prompt = [{"role": "user", "content": "Hello"}]
     rows = [{"prompt": prompt, "answers": texts, "temperature": 0.7}]
     write(tmp_path / "step3_grpo/samples.json", {"rows": rows})
