@@ -19,6 +19,7 @@ from transformers import (
 
 from pipeline.config import FrozenModelConfig
 from pipeline.data.examples import Encoded
+from pipeline.demo.model import build_tokenizer
 from pipeline.models.hf.export import export
 from pipeline.models.hf.known import KNOWN_CONFIGS
 from pipeline.models.hf.load import load_classifier, load_tokenizer
@@ -141,16 +142,19 @@ def tiny_config(family: str, **changes: Any) -> PreTrainedConfig:
 def tiny_causal_lm(family: str, *, seed: int = 0, **changes: Any) -> PreTrainedModel:
     """Return a plain language model with large random fp32 weights."""
     model = AutoModelForCausalLM.from_config(tiny_config(family, **changes), dtype=torch.float32)
-    return _fill(model, seed)
+    return randomize(model, seed)
 
 
 def tiny_classifier(family: str, *, seed: int = 0, **changes: Any) -> PreTrainedModel:
     """Return a plain classifier with one label and large random fp32 weights."""
     config = tiny_config(family, num_labels=1, **changes)
-    return _fill(AutoModelForSequenceClassification.from_config(config, dtype=torch.float32), seed)
+    return randomize(
+        AutoModelForSequenceClassification.from_config(config, dtype=torch.float32), seed
+    )
 
 
-def _fill(model: PreTrainedModel, seed: int) -> PreTrainedModel:
+def randomize(model: PreTrainedModel, seed: int = 0) -> PreTrainedModel:
+    """Set large random weights."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for param in model.parameters():
@@ -164,6 +168,16 @@ def recompute_activations(model: PreTrainedModel, *, reentrant: bool = False) ->
     # Before transformers 5.23 its name was gradient_checkpointing_enable.
     enable = getattr(model, "activation_checkpointing_enable", None)
     (enable or model.gradient_checkpointing_enable)({"use_reentrant": reentrant})
+
+
+def save_base(
+    directory: Path, family: str = "llama", *, tokenizer: Any = None, **changes: Any
+) -> Path:
+    """Save a tiny random model with its tokenizer, by default the embedded one."""
+    tokenizer = tokenizer or build_tokenizer()
+    tiny_causal_lm(family, **{"vocab_size": len(tokenizer), **changes}).save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    return directory
 
 
 def save_to(model: PreTrainedModel, directory: Path) -> str:

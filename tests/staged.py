@@ -2,12 +2,24 @@
 
 import hashlib
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from pipeline.budget.machine import Machine
 from pipeline.budget.memory import step_memory
 from pipeline.config import StepConfig
+from pipeline.parallel.mesh import split_mesh
 from pipeline.run.run import CHECKPOINTS
+
+
+def train_sharded(train: Callable[[Any], None], config: Any) -> None:
+    """Train on a mesh of all processes, as configured."""
+    parallel = config.parallel
+    with split_mesh(
+        replicas=parallel.replicas, pp=parallel.pp, tp=parallel.tp, timeout_seconds=60.0
+    ):
+        train(config)
 
 
 def hash_weights(directory: Path) -> dict[str, str]:

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from pipeline.system.errors import CheckpointError, ConfigError
 from rlhf_pipeline import Engine
 from tests.commands import ROOT, run_concurrently
-from tests.families import tiny_causal_lm
+from tests.families import save_base
 from tests.pipeline.data.tokenizers import byte_level
 
 PAGE = (ROOT / "docs" / "engine.md").read_text(encoding="utf-8")
@@ -27,9 +27,7 @@ def program_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (program,) = re.findall(r"```python\n# finetune\.py.*?\n(.*?)```", PAGE, re.DOTALL)
     (directory / "finetune.py").write_text(program)
     (directory / "texts.txt").write_text("\n".join(LINES))
-    tokenizer = byte_level(bos=True)
-    tokenizer.save_pretrained(directory / "model")
-    tiny_causal_lm("llama", vocab_size=len(tokenizer)).save_pretrained(directory / "model")
+    save_base(directory / "model", tokenizer=byte_level(bos=True))
     return directory
 
 

@@ -18,7 +18,7 @@ from pipeline.data.examples import Message
 from pipeline.models.hf.load import load_for_inference
 from pipeline.system.errors import UserError
 from tests.distributed import run_ranks
-from tests.families import tiny_causal_lm
+from tests.families import save_base
 from tests.pipeline.data.tokenizers import byte_level
 
 
@@ -26,11 +26,7 @@ from tests.pipeline.data.tokenizers import byte_level
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The directory of a random model."""
     directory = tmp_path_factory.mktemp("model")
-    tokenizer = byte_level(bos=True)
-    tokenizer.save_pretrained(directory)
-    size = {"vocab_size": len(tokenizer), "max_position_embeddings": 256}
-    tiny_causal_lm("llama", **size).save_pretrained(directory)
-    return directory
+    return save_base(directory, tokenizer=byte_level(bos=True), max_position_embeddings=256)
 
 
 @pytest.fixture

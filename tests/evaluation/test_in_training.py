@@ -9,24 +9,21 @@ import pytest
 
 from evaluation.__main__ import main as evaluate
 from pipeline.config import DataConfig, OptimConfig, ParallelConfig, TrainedModelConfig
-from pipeline.demo.model import build_tokenizer
-from pipeline.parallel.mesh import split_mesh
 from pipeline.report.figures import before_after
 from pipeline.report.page import write_report
 from pipeline.report.results import read_results
 from step1_sft.config import SFTConfig
 from step1_sft.train import train
 from tests.distributed import run_ranks
-from tests.families import tiny_causal_lm
+from tests.families import save_base
+from tests.staged import train_sharded
 
 CORRECT = "eval_arithmetic_correct"
 
 
 def make_config(directory: Path, **changes: Any) -> SFTConfig:
     """Return settings with demonstrations that always answer 7, which solves half of the task."""
-    tokenizer = build_tokenizer()
-    tiny_causal_lm("llama", vocab_size=len(tokenizer)).save_pretrained(directory / "base")
-    tokenizer.save_pretrained(directory / "base")
+    save_base(directory / "base")
     rows = [{"prompt": f"Add {n} and 1.", "response": "It is 7."} for n in range(40)]
     sums = [{"prompt": f"Add {n} and 1.", "answer": str(7 + n % 2)} for n in range(6)]
     for name, lines in (("rows", rows), ("sums", sums)):
@@ -79,12 +76,6 @@ def test_step_logs_and_reports_task_accuracy_of_the_exported_model(tmp_path: Pat
     assert "Arithmetic correct" in page
 
 
-def _train_sharded(config: SFTConfig) -> None:
-    parallel = config.parallel
-    with split_mesh(replicas=1, pp=parallel.pp, tp=parallel.tp, timeout_seconds=60.0):
-        train(config)
-
-
 @pytest.mark.grid
 @pytest.mark.parametrize("parallel", [ParallelConfig(tp=2), ParallelConfig(pp=2)])
 def test_sharded_models_have_the_accuracy_of_one_process(
@@ -94,6 +85,6 @@ def test_sharded_models_have_the_accuracy_of_one_process(
     sharded = replace(config, output_dir=tmp_path / "both", parallel=parallel)
 
     train(config)
-    run_ranks(_train_sharded, sharded)
+    run_ranks(train_sharded, train, sharded)
 
     assert read_accuracies(sharded.output_dir) == read_accuracies(config.output_dir)

@@ -11,7 +11,7 @@ from evaluation.winrate import WinrateConfig, compare_models, main
 from inference.reward_model import score_responses
 from pipeline.data.examples import Example, Message
 from rewards.sampling import sample_responses
-from tests.families import export_reward, tiny_causal_lm
+from tests.families import export_reward, save_base
 from tests.pipeline.data.tokenizers import byte_level
 
 SCORE = """
@@ -24,11 +24,9 @@ def length(episodes):
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Three random models, a function and prompts."""
     directory = tmp_path_factory.mktemp("models")
-    tokenizer = byte_level(bos=True)
-    sizes = {"vocab_size": len(tokenizer), "max_position_embeddings": 128}
+    common = {"tokenizer": byte_level(bos=True), "max_position_embeddings": 128}
     for seed, name in enumerate("abc"):
-        tokenizer.save_pretrained(directory / name)
-        tiny_causal_lm("llama", seed=seed, **sizes).save_pretrained(directory / name)
+        save_base(directory / name, seed=seed, **common)
     (directory / "score.py").write_text(SCORE)
     rows = [{"prompt": f"Say {n}"} for n in range(6)]
     (directory / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -12,7 +12,7 @@ from pipeline.config import RowColumns
 from pipeline.data.examples import Example, Message
 from pipeline.data.rows.reading import read_paths
 from rewards.select import Candidate, best_and_worst, main
-from tests.families import export_reward, tiny_causal_lm
+from tests.families import export_reward, save_base
 from tests.pipeline.data.tokenizers import byte_level
 
 
@@ -39,10 +39,7 @@ def prompts(tmp_path: Path) -> Path:
         {"role": "user", "content": "Bye"},
     ]
     rows = [{"prompt": f"What is {n}?", "answer": str(n)} for n in range(3)]
-    tokenizer = byte_level(bos=True)
-    tokenizer.save_pretrained(tmp_path / "model")
-    sizes = {"vocab_size": len(tokenizer), "max_position_embeddings": 256}
-    tiny_causal_lm("llama", **sizes).save_pretrained(tmp_path / "model")
+    save_base(tmp_path / "model", tokenizer=byte_level(bos=True), max_position_embeddings=256)
     path = tmp_path / "prompts.jsonl"
     text = "".join(json.dumps(row) + "\n" for row in (*rows, {"messages": dialogue}))
     path.write_text(text)

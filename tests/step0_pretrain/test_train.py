@@ -23,7 +23,7 @@ from step0_pretrain.config import PretrainConfig
 from step0_pretrain.rows import load_rows
 from step0_pretrain.train import train
 from tests.distributed import run_ranks
-from tests.families import tiny_causal_lm
+from tests.families import save_base
 from tests.pipeline.data.store.corpus import write_rows
 from tests.test_resume import read_checkpoint, read_metric, read_metrics
 
@@ -42,9 +42,7 @@ def pack_texts(out: Path, count: int, *, seed: int = 0) -> None:
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny random Llama and two hundred packed texts."""
     directory = tmp_path_factory.mktemp("inputs")
-    tokenizer = build_tokenizer()
-    tiny_causal_lm("llama", vocab_size=len(tokenizer)).save_pretrained(directory / "base")
-    tokenizer.save_pretrained(directory / "base")
+    save_base(directory / "base")
     pack_texts(directory / "texts", 200)
     return directory
 
@@ -203,9 +201,7 @@ def test_warm_start_continues_with_adam_moments_on_other_rows(inputs: Path, tmp_
     assert (
         read_checkpoint(warm.output_dir, 8).keys() == read_checkpoint(first.output_dir, 30).keys()
     )
-    tiny_causal_lm("gptj", vocab_size=len(build_tokenizer())).save_pretrained(tmp_path / "other")
-    build_tokenizer().save_pretrained(tmp_path / "other")
-    other_model = replace(model, path=str(tmp_path / "other"))
+    other_model = replace(model, path=str(save_base(tmp_path / "other", "gptj")))
     with pytest.raises(CheckpointError, match="but the model has"):
         train(replace(warm, output_dir=tmp_path / "refused", model=other_model))
     with pytest.raises(ConfigError, match=r"warm_start .*nowhere has no checkpoints"):

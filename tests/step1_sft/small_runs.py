@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,13 +10,13 @@ import torch
 from torch import Tensor
 
 from pipeline.config import DataConfig, OptimConfig, ParallelConfig, TrainedModelConfig
-from pipeline.demo.model import build_tokenizer
 from pipeline.engine.checkpoint.checkpoint import Checkpoint
-from pipeline.parallel.mesh import split_mesh
 from step1_sft.config import SFTConfig
 from step1_sft.train import train
-from tests.families import tiny_causal_lm
-from tests.staged import hash_weights
+from tests.families import save_base
+from tests.staged import hash_weights, train_sharded
+
+run = partial(train_sharded, train)
 
 BLOCKS = {"gpt2": "n_layer"}
 """Families with another name for the number of blocks."""
@@ -23,11 +24,8 @@ BLOCKS = {"gpt2": "n_layer"}
 
 def write_task(directory: Path, family: str, *, blocks: int = 3, **changes: Any) -> Path:
     """Write a tiny random model of three blocks, and forty sums of different lengths."""
-    tokenizer = build_tokenizer()
-    sizes = {"vocab_size": len(tokenizer), BLOCKS.get(family, "num_hidden_layers"): blocks}
-    model = tiny_causal_lm(family, **{**sizes, **changes})
-    model.save_pretrained(directory / "base")
-    tokenizer.save_pretrained(directory / "base")
+    sizes = {BLOCKS.get(family, "num_hidden_layers"): blocks}
+    save_base(directory / "base", family, **{**sizes, **changes})
     rows = [
         {"prompt": f"Add {n} and 1.", "response": f"It is {'so ' * (n % 7)}{n + 1}."}
         for n in range(40)
@@ -53,15 +51,6 @@ def make_config(
         data=DataConfig(path=(str(task / "rows.jsonl"),), max_length=48),
         **{**defaults, **changes},
     )
-
-
-def run(config: SFTConfig) -> None:
-    """Train on a mesh of all processes, as configured."""
-    parallel = config.parallel
-    with split_mesh(
-        replicas=parallel.replicas, pp=parallel.pp, tp=parallel.tp, timeout_seconds=60.0
-    ):
-        train(config)
 
 
 def outcome(out: Path) -> dict[str, Any]:

@@ -32,7 +32,7 @@ from step1_sft.batches import split_rows
 from step1_sft.config import SFTConfig
 from step1_sft.train import perplexity, train
 from tests.distributed import run_ranks
-from tests.families import random_rows, tiny_causal_lm
+from tests.families import random_rows, save_base, tiny_causal_lm
 from tests.step3_ppo.toy import FEW
 
 CPU = torch.device("cpu")
@@ -40,9 +40,7 @@ CPU = torch.device("cpu")
 
 def small_task(directory: Path, **changes: Any) -> SFTConfig:
     """Return settings for a tiny random Llama and forty sums."""
-    tokenizer = build_tokenizer()
-    tiny_causal_lm("llama", vocab_size=len(tokenizer)).save_pretrained(directory / "base")
-    tokenizer.save_pretrained(directory / "base")
+    save_base(directory / "base")
     rows = [{"prompt": f"Add {n} and 1.", "response": f"It is {n + 1}."} for n in range(40)]
     (directory / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     optim = OptimConfig(lr=0.003, schedule="constant", warmup_ratio=0.0)

@@ -6,11 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.config import DataConfig, OptimConfig, TrainedModelConfig
-from pipeline.demo.model import build_tokenizer
 from pipeline.parallel.mesh import current_mesh
 from step2_reward.config import RewardConfig
 from step2_reward.train import train
-from tests.families import tiny_causal_lm
 from tests.test_resume import read_metric
 
 POLITE, CURT, RUDE = "Sure! It is {}.", "It is {}.", "Go away. It is {}."
@@ -47,14 +45,6 @@ def write_csv(path: Path, rows: list[dict[str, Any]]) -> Path:
         writer.writeheader()
         writer.writerows(rows)
     return path
-
-
-def save_base(directory: Path, family: str = "llama", **changes: Any) -> Path:
-    """Save a tiny random model with the embedded tokenizer."""
-    tokenizer = build_tokenizer()
-    tiny_causal_lm(family, vocab_size=len(tokenizer), **changes).save_pretrained(directory)
-    tokenizer.save_pretrained(directory)
-    return directory
 
 
 def make_config(directory: Path, data: Path, base: Path, **changes: Any) -> RewardConfig:

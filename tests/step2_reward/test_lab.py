@@ -14,7 +14,8 @@ from pipeline.system.errors import ConfigError
 from step2_reward.lab.__main__ import main
 from step2_reward.lab.measure import change_response
 from step2_reward.train import train
-from tests.step2_reward.labeled import make_config, make_rows, save_base, write_jsonl
+from tests.families import save_base
+from tests.step2_reward.labeled import make_config, make_rows, write_jsonl
 
 
 @pytest.fixture(scope="module")

@@ -19,13 +19,8 @@ from step2_reward.config import RewardConfig
 from step2_reward.labels import detect_kind, resolve_labels, select_rows
 from step2_reward.train import train
 from tests.distributed import run_ranks
-from tests.step2_reward.labeled import (
-    make_config,
-    make_rows,
-    save_base,
-    train_and_read,
-    write_jsonl,
-)
+from tests.families import save_base
+from tests.step2_reward.labeled import make_config, make_rows, train_and_read, write_jsonl
 from tests.test_resume import read_metric
 
 KINDS = ("classes", "scalar", "steps")

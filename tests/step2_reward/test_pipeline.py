@@ -2,18 +2,21 @@
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from pipeline.config import DataConfig, LoraConfig, OptimConfig, ParallelConfig, TrainedModelConfig
-from pipeline.parallel.mesh import split_mesh
 from step2_reward.config import RewardConfig
 from step2_reward.train import train
 from tests.distributed import run_ranks
-from tests.staged import hash_weights, remove_last_checkpoint, require_less_memory
-from tests.step2_reward.labeled import make_rows, save_base, write_jsonl
+from tests.families import save_base
+from tests.staged import hash_weights, remove_last_checkpoint, require_less_memory, train_sharded
+from tests.step2_reward.labeled import make_rows, write_jsonl
+
+run = partial(train_sharded, train)
 
 
 def make_config(
@@ -35,11 +38,6 @@ def make_config(
         micro_batch_size=8,
         save_every=1,
     )
-
-
-def run(config: RewardConfig) -> None:
-    with split_mesh(replicas=1, pp=config.parallel.pp, timeout_seconds=60.0):
-        train(config)
 
 
 def read_outcome(out: Path) -> dict[str, Any]:

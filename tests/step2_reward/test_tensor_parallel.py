@@ -1,6 +1,7 @@
 """Step 2 with tensor parallelism matches one process."""
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +10,14 @@ import pytest
 from pipeline.budget.machine import Machine
 from pipeline.budget.memory import RUNTIME_CPU, step_memory
 from pipeline.config import LoraConfig, ParallelConfig
-from pipeline.parallel.mesh import split_mesh
-from step2_reward.config import RewardConfig
 from step2_reward.train import train
 from tests.distributed import run_ranks
-from tests.step2_reward.labeled import make_rows, save_base, write_jsonl
+from tests.families import save_base
+from tests.staged import train_sharded
+from tests.step2_reward.labeled import make_rows, write_jsonl
 from tests.step2_reward.test_pipeline import make_config, read_outcome
+
+run = partial(train_sharded, train)
 
 CASES: dict[str, tuple[str, dict[str, Any], float]] = {
     # Kind of label, model settings, and tolerance of the figures.
@@ -22,11 +25,6 @@ CASES: dict[str, tuple[str, dict[str, Any], float]] = {
     "classes, adapters": ("classes", {"lora": LoraConfig(rank=2)}, 1e-5),
     "ratings, bf16": ("scalar", {"precision": "bf16", "zero_stage": 1}, 3e-2),
 }
-
-
-def run(config: RewardConfig) -> None:
-    with split_mesh(replicas=1, tp=config.parallel.tp, timeout_seconds=60.0):
-        train(config)
 
 
 @pytest.mark.jobs

@@ -15,7 +15,6 @@ from pipeline.config import (
     OptimConfig,
     TrainedModelConfig,
 )
-from pipeline.demo.model import build_tokenizer
 from pipeline.models.forward.forward import Scorer
 from pipeline.models.hf.load import load_classifier
 from step2_reward.config import RewardConfig
@@ -24,7 +23,7 @@ from step2_reward.objectives import PairObjective
 from step2_reward.rows import Row, collate_rows
 from step2_reward.train import train
 from tests.distributed import run_ranks
-from tests.families import random_rows, tiny_causal_lm
+from tests.families import random_rows, save_base
 from tests.step2_reward.labeled import train_and_read
 from tests.test_resume import read_metric
 
@@ -33,9 +32,7 @@ CPU = torch.device("cpu")
 
 def small_task(directory: Path, **changes: Any) -> RewardConfig:
     """Return settings for a tiny random Llama and forty pairs with better polite responses."""
-    tokenizer = build_tokenizer()
-    tiny_causal_lm("llama", vocab_size=len(tokenizer)).save_pretrained(directory / "base")
-    tokenizer.save_pretrained(directory / "base")
+    save_base(directory / "base")
     rows = [
         {
             "prompt": f"Add {n} and 1.",

@@ -2,21 +2,23 @@
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from pipeline.config import LoraConfig, OptimConfig, ParallelConfig
-from pipeline.parallel.mesh import split_mesh
 from rewards.config import RewardConfig
 from step3_ppo.config import PPOConfig
 from step3_ppo.methods import METHODS
 from step3_ppo.train import train
 from tests.distributed import run_ranks
-from tests.staged import hash_weights, remove_last_checkpoint, require_less_memory
+from tests.staged import hash_weights, remove_last_checkpoint, require_less_memory, train_sharded
 from tests.step3_ppo.toy import FEW, save_models, toy_config
 from tests.test_resume import read_metrics
+
+run = partial(train_sharded, train)
 
 BOTH = ("actor", "critic")
 
@@ -69,14 +71,6 @@ def make_config(directory: Path, out: Path, *, pp: int, **changes: Any) -> PPOCo
     return toy_config(
         directory, **{**METHODS[changes.get("method", "ppo")], **models, **defaults, **changes}
     )
-
-
-def run(config: PPOConfig) -> None:
-    parallel = config.parallel
-    with split_mesh(
-        replicas=parallel.replicas, pp=parallel.pp, tp=parallel.tp, timeout_seconds=60.0
-    ):
-        train(config)
 
 
 def read_outcome(out: Path) -> dict[str, Any]:

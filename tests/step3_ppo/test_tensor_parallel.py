@@ -10,12 +10,12 @@ from transformers import AutoModelForCausalLM
 from pipeline.budget.machine import Machine
 from pipeline.budget.memory import RUNTIME_CPU, step_memory
 from pipeline.config import DataConfig, LoraConfig, ParallelConfig
-from pipeline.parallel.mesh import split_mesh
 from rewards.config import RewardConfig
 from step3_ppo.config import PPOConfig
 from step3_ppo.methods import METHODS
 from step3_ppo.train import train
 from tests.distributed import run_ranks
+from tests.staged import train_sharded
 from tests.step3_ppo.toy import save_models, toy_config
 from tests.test_resume import read_metrics
 
@@ -49,11 +49,6 @@ def make_config(directory: Path, changes: dict[str, Any]) -> PPOConfig:
     return toy_config(directory, **{**row, **changes, **models, **defaults})
 
 
-def run(config: PPOConfig) -> None:
-    with split_mesh(replicas=1, tp=config.parallel.tp, timeout_seconds=60.0):
-        train(config)
-
-
 def read_figures(out: Path) -> list[dict[str, float]]:
     """Return the logged numbers, without times and hashes."""
     lines = [line | {"weights_hash": None} for line in read_metrics(out)]
@@ -73,7 +68,7 @@ def test_two_tensor_parallel_ranks_match_one_process(case: str, tmp_path: Path) 
     )
     train(single)
 
-    run_ranks(run, together)
+    run_ranks(train_sharded, train, together)
 
     actual, expected = read_figures(together.output_dir), read_figures(single.output_dir)
     assert len(actual) >= 4

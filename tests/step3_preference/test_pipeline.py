@@ -2,19 +2,21 @@
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from pipeline.config import LoraConfig, ParallelConfig
-from pipeline.parallel.mesh import split_mesh
 from step3_preference.config import PreferenceConfig
 from step3_preference.train import train
 from tests.distributed import run_ranks
-from tests.staged import hash_weights, remove_last_checkpoint, require_less_memory
+from tests.staged import hash_weights, remove_last_checkpoint, require_less_memory, train_sharded
 from tests.step3_preference.toy import metrics, toy_config
 from tests.test_resume import read_metrics
+
+run = partial(train_sharded, train)
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "dpo": ("dpo", {}),
@@ -26,14 +28,6 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 SHORT = ("kto, adapters, bf16",)
 """Cases of the default test run; the others are in the grid."""
-
-
-def run(config: PreferenceConfig) -> None:
-    parallel = config.parallel
-    with split_mesh(
-        replicas=parallel.replicas, pp=parallel.pp, tp=parallel.tp, timeout_seconds=60.0
-    ):
-        train(config)
 
 
 def make_config(toy: Path, out: Path, method: str, *, pp: int, **changes: Any) -> PreferenceConfig:

@@ -8,21 +8,15 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from pipeline.config import LoraConfig, ParallelConfig
-from pipeline.parallel.mesh import split_mesh
-from step3_preference.config import PreferenceConfig
 from step3_preference.train import train
 from tests.distributed import run_ranks
+from tests.staged import train_sharded
 from tests.step3_preference.toy import metrics, toy_config
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "dpo": ("dpo", {"zero_stage": 3}),
     "kto, adapters": ("kto", {"lora": LoraConfig(rank=2)}),
 }
-
-
-def run(config: PreferenceConfig) -> None:
-    with split_mesh(replicas=1, tp=config.parallel.tp, timeout_seconds=60.0):
-        train(config)
 
 
 @pytest.mark.jobs
@@ -35,7 +29,7 @@ def test_two_tensor_parallel_ranks_match_one_process(case: str, toy: Path, tmp_p
     together = replace(alone, output_dir=tmp_path / "both", parallel=ParallelConfig(tp=2))
     train(alone)
 
-    run_ranks(run, together)
+    run_ranks(train_sharded, train, together)
 
     for line, expected in zip(metrics(together.output_dir), metrics(alone.output_dir), strict=True):
         figures = {name: v for name, v in expected.items() if isinstance(v, float | int)}

@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.config import DataConfig, OptimConfig, TrainedModelConfig
-from pipeline.demo.model import build_tokenizer
 from step3_preference.config import METHODS, PreferenceConfig
-from tests.families import tiny_causal_lm
+from tests.families import save_base
 
 PAIRS = [
     {
@@ -27,11 +26,7 @@ LABELED = [
 
 def save_toy(directory: Path, *, blocks: int = 2) -> None:
     """Save a random actor and the rows that `toy_config` names."""
-    tokenizer = build_tokenizer()
-    sizes = {"vocab_size": len(tokenizer), "num_hidden_layers": blocks}
-    actor = tiny_causal_lm("llama", seed=1, **sizes)
-    actor.save_pretrained(directory / "actor")
-    tokenizer.save_pretrained(directory / "actor")
+    save_base(directory / "actor", seed=1, num_hidden_layers=blocks)
     write_rows(directory / "pairs.jsonl", PAIRS)
     write_rows(directory / "labeled.jsonl", LABELED)
 

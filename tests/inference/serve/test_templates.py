@@ -1,7 +1,6 @@
 """Chat template arguments in requests."""
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +8,7 @@ import pytest
 from inference.serve.models import ModelPath
 from pipeline.data.chat.resolve_format import resolve_format
 from pipeline.data.examples import Message
-from tests.families import save_to, tiny_causal_lm
+from tests.families import save_base
 from tests.inference.serve.serving import CHAT, LiveServer, post, serving
 from tests.pipeline.data.chat.test_templates import QWEN3, chatml_tokenizer
 
@@ -19,11 +18,9 @@ USER = {"role": "user", "content": "Hi."}
 @pytest.fixture(scope="module")
 def thinker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     """A server with a model whose template has the argument enable_thinking."""
-    path: Path = tmp_path_factory.mktemp("thinker")
-    tokenizer = chatml_tokenizer(QWEN3)
-    tokenizer.save_pretrained(path)
-    model = tiny_causal_lm("llama", vocab_size=len(tokenizer), max_position_embeddings=128)
-    with serving((ModelPath("thinker", save_to(model, path)),)) as running:
+    path, tokenizer = tmp_path_factory.mktemp("thinker"), chatml_tokenizer(QWEN3)
+    save_base(path, tokenizer=tokenizer, max_position_embeddings=128)
+    with serving((ModelPath("thinker", str(path)),)) as running:
         yield running
 
 

@@ -15,7 +15,7 @@ from pipeline.models.forward.forward import Policy, is_ragged
 from pipeline.models.forward.packing import HEADS, _probe_batching, small_settings
 from pipeline.models.hf.load import load_causal_lm
 from pipeline.system.errors import ModelError
-from tests.families import VOCAB, depends_on_later_tokens, random_rows, save_to
+from tests.families import VOCAB, depends_on_later_tokens, random_rows, randomize, save_to
 
 CPU = torch.device("cpu")
 LENGTHS = (7, 3, 12, 5, 1, 6, 6)
@@ -64,13 +64,7 @@ FAMILIES: dict[str, tuple[dict[str, Any], str | None]] = {
 def make_tiny(family: str, **changes: Any) -> PreTrainedModel:
     settings = {**_SIZES, **FAMILIES[family][0], **changes}
     config = AutoConfig.for_model(family, **settings)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for param in model.parameters():
-            noise = torch.randn(param.shape, generator=generator)
-            param.copy_(param + 0.1 * noise if param.ndim == 1 else 0.25 * noise)
-    return model.eval()
+    return randomize(AutoModelForCausalLM.from_config(config, dtype=torch.float32))
 
 
 def logprobs_alone(model: PreTrainedModel, rows: list[Encoded]) -> torch.Tensor:
