@@ -43,6 +43,7 @@ def test_replica_logits_match_the_trained_model(llama: str) -> None:
 @pytest.mark.parametrize("quantize", ["none", "nf4"])
 def test_replica_shares_base_and_adapters(llama: str, quantize: str) -> None:
     actor = Actor(llama, lora=LORA, quantize=quantize, precision="bf16")
+    actor.hybrid = HybridEngine(actor.engine, actor.model, offloading=(actor.engine,))
     actor.train_after_sync()
     trained = dict(base_model(actor.model).named_parameters())
 

@@ -28,7 +28,8 @@ from step2_reward.rows import Row as LabelledRow
 from step2_reward.rows import collate_rows, encode_steps
 from step2_reward.train import train
 from step3_ppo.models import RewardModel
-from tests.step2_reward.labeled import make_config, make_rows, save_base, write_jsonl
+from tests.families import save_base
+from tests.step2_reward.labeled import make_config, make_rows, write_jsonl
 
 CPU = torch.device("cpu")
 
@@ -63,7 +64,7 @@ def test_labeled_steps_have_equal_weight_in_any_micro_batches() -> None:
         loss, num_correct = torch.zeros(()), 0.0
         for part in parts:
             batch = collate_rows(encoded, part, weight=3 / 6)
-            assert batch.tokens.num_tokens == 1 + 5 * len(part)  # the first token is shared
+            assert batch.tokens.num_tokens == 1 + 5 * (len(part) or 1)  # the first is shared
             outputs = logits[batch.tokens.input_ids]
             partial_loss, hits = objective.loss(outputs[batch.positions], batch)
             loss, num_correct = loss + partial_loss / 3, num_correct + hits.item() / 3
@@ -74,7 +75,7 @@ def test_labeled_steps_have_equal_weight_in_any_micro_batches() -> None:
     )
     targets = torch.tensor([target for _, row_targets in rows for target in row_targets])
     expected = torch.nn.functional.binary_cross_entropy_with_logits(flat, targets)
-    for parts in ([[0, 1, 2]], [[2], [1, 0]], [[1], [0], [2]]):
+    for parts in ([[0, 1, 2]], [[2], [1, 0]], [[1], [], [0], [2]]):
         loss, accuracy = total_loss(parts)
         torch.testing.assert_close(loss, expected)
         assert accuracy == pytest.approx(((flat > 0) == (targets >= 0.5)).float().mean().item())

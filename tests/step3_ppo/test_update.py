@@ -68,9 +68,10 @@ def test_line_of_the_first_values_has_the_mean_and_the_scale_of_the_returns(toy:
     assert fit(values, torch.ones(8)) == pytest.approx((1, 1 - values[mask].mean().item()))
 
 
-def test_gradients_match_the_formulas_per_sequence(toy: Path) -> None:
-    """At ratio 1 they are -A grad log pi and (V - R) grad V, averaged over all tokens."""
-    config = toy_config(toy, entropy_coef=0.1)
+@pytest.mark.parametrize("aggregate", ["token", "sequence", "constant"])
+def test_gradients_match_the_formulas_per_sequence(toy: Path, aggregate: str) -> None:
+    """At ratio 1 they are -A grad log pi and (V - R) grad V; the latter is averaged over tokens."""
+    config = toy_config(toy, entropy_coef=0.1, aggregate=aggregate)
     models = toy_models(config)
     rollout = toy_rollout(models, config)
     actor = AutoModelForCausalLM.from_pretrained(toy / "actor")
@@ -86,7 +87,8 @@ def test_gradients_match_the_formulas_per_sequence(toy: Path) -> None:
         policy = torch.distributions.Categorical(logits=actor(ids).logits[0, before])
         logprobs = policy.log_prob(ids[0, -length:])
         objective = rollout.advantages[row, :length] @ logprobs + 0.1 * policy.entropy().sum()
-        (-objective / num_tokens).backward()
+        divisor = {"token": num_tokens, "sequence": 8 * length, "constant": 8 * 8}[aggregate]
+        (-objective / divisor).backward()
         hidden = critic.model(ids).last_hidden_state[0, before]
         values = (hidden @ critic.score.weight[0] - 0.5) / 2.0
         (0.5 * (values - rollout.returns[row, :length]).square().sum() / num_tokens).backward()

@@ -206,6 +206,16 @@ def test_reported_logprobs_are_at_temperature_1(llama: PreTrainedModel) -> None:
         )
 
 
+@pytest.mark.parametrize("rope_type", ["linear", "dynamic", "longrope"])
+def test_prompts_are_chunked_unless_positions_depend_on_the_length(
+    llama: PreTrainedModel, rope_type: str
+) -> None:
+    rope = {"rope_type": rope_type}
+    for parameters in (rope, {"full_attention": rope, "sliding_attention": {}}):
+        llama.config.rope_parameters = parameters
+        assert (open_batch(llama, chunk=4)._chunk == 4) == (rope_type == "linear")
+
+
 @pytest.mark.parametrize("family", ["opt", "llama", "qwen3"])
 def test_page_size_matches_the_allocated_cache(family: str, tmp_path: Path) -> None:
     model = load(family, tmp_path)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from inference.serve.command import main
+from inference.serve.command import _open_ratings, main
 from inference.serve.config import ServeConfig
 from inference.serve.models import ModelPath, collect_models, find_run_models, find_run_reward
 from pipeline.cli.options import run_main
@@ -124,6 +124,18 @@ def test_reward_model_of_a_run_is_that_of_a_finished_step2(tmp_path: Path) -> No
     assert find_run_reward(tmp_path) == str(tmp_path / "step2_reward")
     (tmp_path / "step2_reward" / "result.json").unlink()
     assert find_run_reward(tmp_path) is None
+
+
+def test_ratings_are_saved_to_the_named_file_or_to_the_run(tmp_path: Path) -> None:
+    run, file = tmp_path / "run", tmp_path / "a.jsonl"
+    for settings, expected in (
+        ({}, None),
+        ({"run": run}, run / "ratings.jsonl"),
+        ({"ratings": file}, file),
+        ({"run": run, "ratings": file}, file),
+    ):
+        ratings = _open_ratings(ServeConfig(path=("a",), **settings))
+        assert (ratings and ratings.path) == expected
 
 
 @pytest.mark.jobs

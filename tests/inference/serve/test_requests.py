@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from inference.ratings import RatingsFile, read_ratings
+from inference.serve.completions import MIN_LOGPROB
 from tests.inference.serve.serving import (
     CHAT,
     COMPLETIONS,
@@ -151,6 +152,22 @@ def test_echoed_log_probabilities_match_transformers(server: LiveServer) -> None
     assert "".join(part["text"] for part in streamed) == longer["text"]
     offsets = [offset for part in streamed for offset in part["logprobs"]["text_offset"]]
     assert offsets == longer["logprobs"]["text_offset"]
+
+
+def test_reported_log_probabilities_have_a_lower_bound() -> None:
+    with serving() as server:
+        server.state.models["tiny"].model.get_output_embeddings().weight.data *= 1e9
+        text = {"prompt": "Hi", "logprobs": 2, "echo": True, "max_tokens": 2}
+        chat = {"messages": [TURN], "logprobs": True, "top_logprobs": 2, "max_tokens": 1}
+        (completion,) = post(server, COMPLETIONS, text).json["choices"]
+        (response,) = post(server, CHAT, chat).json["choices"]
+
+    (entry,), logprobs = response["logprobs"]["content"], completion["logprobs"]
+    assert [top["logprob"] for top in entry["top_logprobs"]] == [0.0, MIN_LOGPROB]
+    assert [sorted(top.values()) for top in logprobs["top_logprobs"][1:]] == [
+        [MIN_LOGPROB, 0.0]
+    ] * 3
+    assert logprobs["token_logprobs"][1:] == [MIN_LOGPROB, 0.0, 0.0]
 
 
 def test_tokenize_returns_token_ids(server: LiveServer) -> None:

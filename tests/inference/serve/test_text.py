@@ -33,6 +33,15 @@ def test_streamed_text_matches_the_tokenizer(make: Callable[[], PreTrainedTokeni
     assert b"".join(token_bytes.get_all(tokens, starts_text=True)).decode() == text
 
 
+def test_incomplete_character_becomes_a_replacement_character() -> None:
+    tokenizer = build_tokenizer()
+    ids = tokenizer.convert_tokens_to_ids(["A", "<0xE2>", "▁B", "<0xE2>"])
+
+    pieces = stream_pieces(ResponseText(TokenBytes(tokenizer)), ids)
+
+    assert "".join(pieces) == plain_text(tokenizer, ids) == "A\ufffd B\ufffd"
+
+
 def test_stop_string_never_appears_in_the_text() -> None:
     tokenizer = build_tokenizer()
     token_bytes = TokenBytes(tokenizer)

@@ -81,6 +81,7 @@ def train(
         for micro_batch in range(accumulation):
             engine.backward(loss(engine, step, micro_batch, rank()))
         norms.append(engine.step().grad_norm)
+        assert not any(engine.pool._free.values())  # no memory is kept between steps
     with engine.gathered():
         weights = {name: param.detach().clone() for name, param in model.named_parameters()}
     return TrainingResult(weights, norms)

@@ -159,6 +159,17 @@ def test_directory_of_split_files_is_read_like_a_hub_set(tmp_path: Path) -> None
     assert [row.columns["text"] for row in (*train_b.train, *train_b.eval)] == ["train_b", "test"]
 
 
+def test_suffix_of_a_split_names_its_step(tmp_path: Path) -> None:
+    words = {1: "sft", 2: "prefs pref preference preferences rm reward", 3: "gen ppo rl prompts"}
+    for step, suffixes in words.items():
+        other = step % 3 + 1
+        for suffix in suffixes.split():
+            write(tmp_path / suffix / f"train_{suffix}.jsonl", ROWS[:1])
+            write(tmp_path / suffix / f"train_{words[other].split()[0]}.jsonl", ROWS[1:])
+            assert get_rows(read_source(str(tmp_path / suffix), step=step)) == ROWS[:1]
+            assert get_rows(read_source(str(tmp_path / suffix), step=other)) == ROWS[1:]
+
+
 def test_unreachable_hub_name_raises_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     import datasets
 

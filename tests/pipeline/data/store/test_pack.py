@@ -102,7 +102,7 @@ def test_resume_keeps_finished_pieces_and_rejects_changed_sources(tmp_path: Path
 def test_bad_row_is_reported_with_its_line(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    rows = [json.dumps({"text": "x" * 90}), '{"txet": "l"}', "[1]", '{"text": "\\ud83d"}', "{"] * 9
+    rows = [json.dumps({"text": "x" * 90}), '{"text": null}', "[1]", '{"text": "\\ud83d"}', "{"] * 9
     (tmp_path / "a.jsonl").write_text("\n".join(rows))
 
     file = run_pack(tmp_path / "a.jsonl", tmp_path / "a", skip_bad_rows=True)

@@ -90,7 +90,7 @@ def test_state_restores_a_dynamic_but_not_a_static_loss_scale() -> None:
     assert (restored.scale, restored.good_steps, restored.tokens) == (256.0, 0, 2)
     static = make_scaler(loss_scale=64.0)
     static.load_state_dict(scaler.state_dict())
-    assert run_steps(static, "x") == [64.0]
+    assert run_steps(static, "xx") == [64.0, 64.0]
 
 
 @pytest.mark.parametrize("rows", [1, 16])
