@@ -23,8 +23,9 @@ def encode_distilled(row: Example, teacher: TeacherTokens, chat: ChatFormat) -> 
     text, decoded = row.chosen[0].content.strip(), plain_text(tokenizer, ids).strip()
     if max(*ids, teacher.top_ids.max()) >= len(tokenizer) or not decoded.startswith(text):
         raise DataError(
-            f"{row.origin}: the token ids of the response have another meaning for the student;"
-            " use a teacher with the student's tokenizer, or set sft.distill_weight to 0"
+            f"{row.origin}: token ids have another meaning for the student, or none; use a teacher"
+            " with the student's tokenizer, lower --top-logprobs if unused ids are among the top"
+            " tokens, or set sft.distill_weight to 0"
         )
     if teacher.ended and ids[-1] not in chat.stop_ids:
         raise DataError(

@@ -171,6 +171,7 @@ def test_layouts_agree_on_a_large_vocabulary(task: Path, tmp_path: Path) -> None
     ("edit", "message"),
     [
         (lambda row: row["token_ids"][0].reverse(), "have another meaning for the student"),
+        (lambda row: row["top_token_ids"][0][0].__setitem__(0, 10**6), "unused ids are among the"),
         (lambda row: row["top_token_ids"][0].__setitem__(0, [3] * 5), "must be lists with"),
         (lambda row: row["top_logprobs"][0][0].pop(), "must be lists with"),
         (lambda row: row["top_logprobs"][0].__setitem__(0, [-0.1] * 5), "must be lists with"),
