@@ -67,8 +67,8 @@ class Linear:
 def prepare(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Linear | None:
     """Return a callable that writes x w^T + bias to `out`, or None if PyTorch is used.
 
-    Takes contiguous x (*B, K), weight (N, K), bias (N) and out (*B, N). The reason for leaving
-    other tensors to PyTorch is logged, except for other operators or devices, and too many rows.
+    Takes contiguous x (*B, K), weight (N, K), bias (N) and out (*B, N). The reason for using
+    PyTorch is logged, unless it is another operator or device, or the number of rows.
 
     Raises:
         KernelError: kernels are required, and there is none for these tensors.

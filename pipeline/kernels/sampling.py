@@ -1,7 +1,6 @@
 """The CUDA kernel that samples each sequence's next token, sampling.cu.
 
-`inference.engine.sampling` defines the operator in PyTorch. Dimension names: B sequences, V
-vocabulary.
+The operator in PyTorch is in `inference.engine.sampling`. Dimensions: B sequences, V vocabulary.
 """
 
 import ctypes

@@ -387,7 +387,8 @@ def attend_causally(
     shared_by = query.shape[1] // key.shape[1]
     if shared_by > 1 and query.is_cuda:  # not all CUDA kernels support grouped queries
         key, value = (heads.repeat_interleave(shared_by, dim=1) for heads in (key, value))
-    shape, masks = (query.shape[2], key.shape[2], sliding_window), {} if masks is None else masks
+    masks = {} if masks is None else masks
+    shape = (query.shape[2], key.shape[2], sliding_window)
     if (*shape, query.dtype) not in masks:
         masks[*shape, query.dtype] = causal_mask(*shape, query)
     mask = masks[*shape, query.dtype]

@@ -87,7 +87,10 @@ def test_port_in_use_is_named() -> None:
     )
 
 
-def test_models_of_a_run_are_listed_with_the_best_last(tmp_path: Path) -> None:
+def test_models_of_a_run_are_listed_with_the_best_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # the name of the directory is the name of the model "."
     for name, score in (("step1_sft", None), ("step3_dpo", 2), ("step3_grpo", 1)):
         figure = "perplexity_after" if score is None else "win_rate"
         exported = {"eval_by_prompt": {"exported": {"score": [score]}}}
