@@ -21,12 +21,12 @@ from pipeline.config import FrozenModelConfig
 from pipeline.data.chat.chat_format import ChatFormat
 from pipeline.data.examples import Example, Message
 from pipeline.demo.task import HAND_WRITTEN, verify
-from pipeline.files.durable import json_safe
 from pipeline.models.hf.load import add_tokens, load_causal_lm, load_tokenizer
 from pipeline.models.hf.meta import load_on_meta
 from pipeline.parallel import launched
 from pipeline.parallel.device import local_device
 from pipeline.parallel.mesh import current_mesh
+from pipeline.run.run import json_safe
 from pipeline.system.errors import DataError, ModelError
 from pipeline.system.memory import available_bytes
 

@@ -1,7 +1,6 @@
 """Atomic writes: even after a crash or power failure, a file contains its old or new content."""
 
 import json
-import math
 import os
 import shutil
 from collections.abc import Iterable, Mapping
@@ -122,14 +121,3 @@ def write_output(texts: Mapping[Path, str], *, option: str) -> None:
 def json_lines(rows: Iterable[Mapping[str, Any]]) -> str:
     """Format rows as JSON, one per line."""
     return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-
-
-def json_safe(value: object) -> object:
-    """Replace NaN and infinities in `value` with None, because JSON lacks them."""
-    if isinstance(value, Mapping):
-        return {key: json_safe(inner) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [json_safe(inner) for inner in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value

@@ -17,7 +17,7 @@ from pipeline.cli.options import write_config
 from pipeline.config import StepConfig
 from pipeline.engine.checkpoint.format import list_steps, parse_step
 from pipeline.engine.checkpoint.history import list_candidates
-from pipeline.files.durable import discard, json_safe, replace_durably
+from pipeline.files.durable import discard, replace_durably
 from pipeline.files.lock import RunLock
 from pipeline.parallel.mesh import Mesh
 from pipeline.run.trackers import TrackedRun, Trackers, open_trackers
@@ -280,3 +280,14 @@ def get_training_id(path: str) -> str | None:
         return None
     known = [result.get(name) for name in ("steps", "tokens", "eval")]
     return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def json_safe(value: object) -> object:
+    """Replace NaN and infinities in `value` with None, because JSON lacks them."""
+    if isinstance(value, Mapping):
+        return {key: json_safe(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [json_safe(inner) for inner in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value

@@ -20,7 +20,7 @@ def keyed_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServe
 
 def test_public_host_requires_a_key() -> None:
     for host in ("0.0.0.0", "192.0.2.1", "::"):
-        with pytest.raises(ConfigError, match="open to other machines; pass --api-key-file"):
+        with pytest.raises(ConfigError, match="lets other machines connect; pass --api-key-file"):
             read_keys(ServeConfig(path=("x",), host=host))
 
     assert read_keys(ServeConfig(path=("x",), host="::1")) == {}
