@@ -63,7 +63,9 @@ def test_one_call_for_all_sequences_matches_separate_calls(
     states = heads(torch.float32, torch.device("cpu"), shared_by=shared_by)
     options: Any = {"scaling": 0.3, "sliding_window": sliding_window}
     settings: Any = {"device": torch.device("cpu"), "continues": continues}
-    separate = Ragged(LENGTHS, **settings).attend(*states, **options)
+    layout = Ragged(LENGTHS, **settings)
+    layout.attend(*states, scaling=0.3, sliding_window=2)  # as another layer with this layout
+    separate = layout.attend(*states, **options)
 
     monkeypatch.setattr(attention, "supports_varlen", lambda *_, **__: True)
     monkeypatch.setattr(attention, "varlen_attn", reference)
