@@ -111,7 +111,7 @@ nonsense | 'nonsense' | options start with --
 --zero-config broken.json | broken.json | line 1
 --zero-config stage7.json | sft.model.zero_stage in stage7.json | one of 0, 1, 2, 3
 --zero-config uneven.json | train_batch_size in uneven.json is 7 | choose sizes that agree
---lr -1 | --lr | positive
+--sft.epochs -1 | sft.epochs | positive
 --batch-size 1.5 | --batch-size | integer
 --resume --overwrite | --resume | choose one
 --save-every never | never | 15m

@@ -4,6 +4,7 @@ Memory, time and the plan are computed from the workload (`StepConfig.workload`)
 """
 
 import importlib.util
+import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -330,7 +331,8 @@ class StepConfig(ABC):
         counts = ("max_steps", "batch_size", "micro_batch_size", "threads", "log_every", "epochs")
         for name in (*counts, "timeout_seconds"):
             value = getattr(self, name)
-            require(value is None or value > 0, f"{name} must be positive, got {value}")
+            is_valid = value is None or 0 < value < math.inf
+            require(is_valid, f"{name} must be positive and finite, got {value}")
         require(
             self.eval_every is None or self.eval_every >= 0,
             f"eval_every must be at least 0, got {self.eval_every}",

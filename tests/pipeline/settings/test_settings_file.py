@@ -17,7 +17,7 @@ MESSAGES = (
     ("model.optim.lr: 1", "there is no setting model.optim.lr in {}; nest the sections"),
     ("lr: 1", "there is no setting lr in {}; did you mean model.lora.lr or model.optim.lr?"),
     ("model: {optim: {lr: fast}}", "model.optim.lr in {} must be a number, got fast"),
-    ("epochs: -1", "epochs in {} must be positive, got -1.0"),
+    ("epochs: .inf", "epochs in {} must be positive and finite, got inf"),
     ("max_steps: on", "max_steps in {} must be a number, got True"),
     ("model: {zero_stage: true}", "model.zero_stage in {} must be a number, got True"),
     ("seed: null", "seed in {} must be an integer, got null"),
