@@ -115,7 +115,6 @@ class OnnxExport:
     """A model in fp32 as an ONNX graph, with attention in plain operators."""
 
     def __init__(self, source: Source) -> None:
-        self.model_source = source
         self.source = source.directory
         config = FrozenModelConfig(path=str(source.directory), precision="fp32")
         load = load_classifier if source.is_classifier else load_causal_lm

@@ -35,8 +35,6 @@ LOG_LINES = 5
 DTYPES = {torch.float32: "float", torch.bfloat16: "Bf16", torch.float16: "F16"}
 """Names of dtypes in sources."""
 
-DTYPES_BY_NAME = {name: dtype for dtype, name in DTYPES.items()}
-
 Macros = Mapping[str, str | int]
 """Macros of a source, which select a specialization."""
 

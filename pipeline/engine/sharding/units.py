@@ -134,8 +134,7 @@ def get_engine_units(model: nn.Module) -> list[UnitParams]:
             separate[kind] = UnitParams(name, module, params, outside_blocks=True, kind=kind)
     separate_names = {name for unit in separate.values() for name in unit.params}
     rest = {name: param for name, param in root.params.items() if name not in separate_names}
-    first = [separate["embedding"]] if "embedding" in separate else []
-    last = [separate["head"]] if "head" in separate else []
+    first, last = ([separate[k]] if k in separate else [] for k in ("embedding", "head"))
     return [*first, *blocks, *last, replace(root, params=rest)]
 
 
