@@ -181,5 +181,5 @@ class TrainedModelConfig(FrozenModelConfig):
         require(
             self.quantize == "none" or self.lora is not None,
             f"quantize {self.quantize} freezes the base, which leaves nothing to train: add"
-            " adapters with lora.rank 16, or set quantize none to train all weights",
+            " adapters with lora.rank 16, or set quantize to none to train all weights",
         )

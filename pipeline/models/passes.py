@@ -1,6 +1,7 @@
 """Runs a model over a step's micro-batches, on one process or through the stages of a pipeline.
 
-A step supplies its loss function, as if the model were not split; all stages get the losses.
+A step supplies its loss function as if the model were not split; `total` returns the sum of the
+losses on every stage.
 """
 
 import logging
@@ -297,7 +298,7 @@ def make_stage_module(
 ) -> tuple[nn.Module, PipelineStage]:
     """Reduce `model` to this process's stage; return the module for its engine, and the stage.
 
-    `wrap_model` wraps a model that has its head for the engine. `wrap_stage`, required if
+    `wrap_model` wraps, for the engine, a model that has its head. `wrap_stage`, required if
     `wrap_model` changes parameters' names, wraps a stage without the head, which uses `kernels`.
 
     Raises:
@@ -324,7 +325,7 @@ def make_policy(
     seed: int,
     name: str,
 ) -> tuple[nn.Module, Passes]:
-    """Load a language model to train, or this process's part of it, and create its engine.
+    """Load a language model to train, or this process's part of it; return it and its passes.
 
     Raises:
         ConfigError: the model can't be split as the settings require.

@@ -33,7 +33,7 @@ def prepare_causal_lm(
     device: torch.device,
     seed: int,
 ) -> nn.Module:
-    """Load the causal language model that a step trains, with adapters if the settings say so.
+    """Load the causal language model that a step trains, with adapters if they are configured.
 
     Its weights stay on the CPU until an engine moves its shard to the device.
 
@@ -69,7 +69,7 @@ def _prepare_model(
     if config.lora is not None and (tokens := tokens_without_rows(plain, tokenizer)):
         raise ConfigError(
             f"{config.path} has no embeddings for {', '.join(map(repr, tokens[:3]))} of the"
-            " tokenizer, and LoRA would leave new ones untrained; set lora null, or remove these"
+            " tokenizer, and LoRA would leave new ones untrained; set lora to null, or remove these"
             f" tokens from the tokenizer (its pad_token can be {tokenizer.eos_token!r})"
         )
     add_tokens(plain, tokenizer, seed=seed)

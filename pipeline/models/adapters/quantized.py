@@ -108,7 +108,7 @@ def dequantize(packed: Packed, shape: torch.Size, scheme: Scheme, dtype: torch.d
 
 
 def _nf4_codes(normalized: Float[Tensor, "blocks size"]) -> Shaped[Tensor, " n"]:
-    """Pack two codes per byte, the first in the high half."""
+    """Round to codes, and pack two per byte, the first in the high half."""
     levels = torch.tensor(NF4)
     codes = torch.zeros_like(normalized, dtype=torch.uint8)
     for edge in ((levels[1:] + levels[:-1]) / 2).tolist():  # several times faster than bucketize
@@ -199,7 +199,7 @@ def quantized_linear(
     dtype: torch.dtype,
     transposed: bool,  # noqa: FBT001  # operators have positional arguments
 ) -> Tensor:
-    """Compute x W^T + b as one operator, whose dequantized weight a recorded pass doesn't keep."""
+    """Compute x W^T + b as one operator, so that a recorded pass keeps no dequantized weight."""
     packed = {CODES: codes, SCALES: scales}
     weight = dequantize(packed, torch.Size(shape), cast("Scheme", scheme), dtype)
     return F.linear(x, weight.T if transposed else weight, bias)
@@ -231,7 +231,7 @@ def quantize_model(
     if not quantize_layers(model, config.quantize, device=device):
         raise ConfigError(
             f"quantize {config.quantize}: the blocks of {config.path} have no linear layers to"
-            " quantize; set quantize none"
+            " quantize; set quantize to none"
         )
     return model
 

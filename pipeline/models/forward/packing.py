@@ -277,7 +277,7 @@ class Family:
 
 
 def small_hidden_states(model: PreTrainedModel) -> Float[Tensor, "1 N X"]:
-    """Return the last hidden states of a small copy on a few tokens, packed if it supports that."""
+    """Return a small copy's last hidden states for a few tokens, packed if attention is ragged."""
     is_packed = model.config._attn_implementation == RAGGED  # noqa: SLF001
     lengths = (7, 5) if is_packed else (KEY_BLOCK,)  # padded lengths are multiples of it
     generator = torch.Generator().manual_seed(0)

@@ -62,7 +62,7 @@ STEPS = "steps"
 
 
 def separator_ids(tokenizer: PreTrainedTokenizerBase, separator: str) -> list[int]:
-    """Return the tokens whose text ends with the separator, ignoring trailing whitespace."""
+    """Return the non-special tokens whose text ends with the separator and optional whitespace."""
     vocab_size = len(tokenizer)
     texts = tokenizer.batch_decode([[token] for token in range(vocab_size)])
     ends = [token for token, text in enumerate(texts) if _ends_with_separator(text, separator)]

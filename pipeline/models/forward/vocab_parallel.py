@@ -25,9 +25,8 @@ LARGE = 8192
 _VOCAB_SHARD = "vocab_shard"
 """Attribute of a sharded output layer that holds this process's vocabulary range."""
 
-
 FP32_LOGITS = "fp32_logits"
-"""Attribute of an output layer that is true if its logits are fp32, whatever its weights are."""
+"""Attribute that an output layer has if its logits are fp32, whatever its weights are."""
 
 
 def head_input(head: nn.Module | None, hidden: Tensor) -> Tensor:

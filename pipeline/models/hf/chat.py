@@ -36,7 +36,7 @@ def load_chat(config: FrozenModelConfig, data: DataConfig) -> ChatFormat:
     if has_lora and len(tokenizer) > num_tokens:
         raise ConfigError(
             f"the chat format has tokens that {config.path} lacks, and LoRA would leave their"
-            " embeddings untrained; set lora null or choose another data.format"
+            " embeddings untrained; set lora to null or choose another data.format"
         )
     chat.attach(tokenizer)
     return chat
@@ -77,7 +77,7 @@ def require_same_chat(
 ) -> None:
     """Reject two models with different vocabularies or chat formats.
 
-    A model without a saved template is accepted.
+    `other`, the tokenizer of the model `source`, may lack a chat template.
 
     Raises:
         ModelError: the vocabularies or the chat templates differ.
@@ -100,7 +100,7 @@ def require_same_chat(
 def check_ready(path: str, examples: Iterable[Example] = (), *, reward_model: bool = False) -> None:
     """Reject a model whose files, tokenizer or chat template can't be used.
 
-    Of a model on the Hub, only the tokenizer is read. `examples` contain prompts for the model.
+    For a model on the Hub, only the tokenizer is read. `examples` contain prompts for the model.
 
     Raises:
         ModelError: there is no such model, or a part of it is missing or damaged.

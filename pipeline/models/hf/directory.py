@@ -58,7 +58,7 @@ def check_model_directory(
     `pytorch_model*.bin`; `trust_remote_code` lets Python code in the directory run.
 
     Raises:
-        ModelError: a file is missing or broken; the message names it and the fix.
+        ModelError: the directory fails a check; the message names the file and the fix.
     """
     directory = Path(path).expanduser()
     settings = check_configuration(directory)
@@ -98,7 +98,7 @@ def untrusted_code_error(path: str | Path) -> str:
     """Return the error message for a model with custom code, which is not loaded."""
     return (
         f"{path} contains Python code that loading would execute; review the code, and set"
-        " trust_remote_code true for this model if you trust it"
+        " trust_remote_code to true for this model if you trust it"
     )
 
 
@@ -106,7 +106,7 @@ def check_configuration(directory: Path) -> dict[str, Any]:
     """Return the contents of `config.json`.
 
     Raises:
-        ModelError: the directory does not exist, or has no valid model configuration.
+        ModelError: there is no valid configuration, or the weights' format is not supported.
     """
     if not directory.exists():
         raise ModelError(f"no such model: the directory {directory} does not exist")
@@ -151,7 +151,8 @@ def check_weights(directory: Path, *, allow_pickle: bool = False) -> None:
     """Check the weights, without reading them.
 
     Raises:
-        ModelError: a file is missing, truncated, damaged, or a Git LFS pointer.
+        ModelError: weights are missing, damaged, a Git LFS pointer, an adapter's, or a pickle that
+            is not allowed.
     """
     has_safetensors = any((directory / name).is_file() for name in (SINGLE, INDEX))
     if (directory / ADAPTER).is_file():

@@ -325,7 +325,7 @@ def _write_directory(
 def _override_config(
     plain: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, tied: bool
 ) -> Iterator[None]:
-    """Set the tokenizer's padding token, and a row for it, in the configuration in a `with` block.
+    """Set the saved configuration's padding token, vocabulary size and tying in a `with` block.
 
     In the block, the generation settings have their default values.
     """
@@ -399,7 +399,7 @@ def _plain_weights(
 
 
 def _get_unsaved_names(plain: PreTrainedModel) -> set[str]:
-    """Return the names of tied tensors, and of tensors that the family never saves."""
+    """Return the names of duplicates of tied tensors, and of tensors that are never saved."""
     state = plain.state_dict(keep_vars=True)
     tied = {
         name

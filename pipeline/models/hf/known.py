@@ -1,6 +1,6 @@
 """Shapes of the models in the presets, for planning before a download.
 
-They are from the authors' config.json files; a file on this machine takes precedence.
+They are from the authors' config.json files; a local directory with that name takes precedence.
 """
 
 from collections.abc import Mapping
@@ -36,7 +36,7 @@ def _llama(hidden: int, inner: int, layers: int, heads: int, **changes: object) 
 
 
 def _gpt2(hidden: int, layers: int, heads: int, **changes: object) -> dict[str, Any]:
-    """Return settings from Radford et al. 2019, table 2."""
+    """Return settings of GPT-2 (Radford et al. 2019, table 2) or a relative."""
     return {"model_type": "gpt2", "n_embd": hidden, "n_layer": layers, "n_head": heads, **changes}
 
 

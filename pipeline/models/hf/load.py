@@ -306,7 +306,10 @@ def _load_weights(
 def _prepare(
     model: PreTrainedModel, config: FrozenModelConfig, device: torch.device, *, defer: bool
 ) -> PreTrainedModel:
-    """Enable packing if it is exact, quantize, move to the device, and set evaluation mode."""
+    """Enable packing if it is exact, quantize a frozen model, and set evaluation mode.
+
+    The model is moved to the device; with `defer`, only its buffers are.
+    """
     if detect_batching(model).packed:
         model.set_attn_implementation(RAGGED)
     require_finite(model, model_path(config), current_mesh().world if defer else SELF_GROUP)
@@ -333,7 +336,7 @@ def require_finite(model: nn.Module, path: str, processes: Group = SELF_GROUP) -
     broken = [name for names in processes.gather_objects(local) for name in names]
     if broken:
         others = f" and {len(broken) - 1} more contain" if len(broken) > 1 else " contains"
-        hint = "; if its values are too large for fp16, set precision bf16 or fp32"
+        hint = "; if its values are too large for fp16, set precision to bf16 or fp32"
         is_fp16 = next(model.parameters()).dtype == torch.float16
         raise ModelError(
             f"{path}: {broken[0]}{others} NaN or infinity; the model is damaged or its training"
@@ -374,7 +377,7 @@ def _require_weights(path: str, missing: Collection[str]) -> None:
 
 
 def _load(path: str, what: str, load: Callable[[], Any]) -> Any:  # noqa: ANN401
-    """Call `load`; if it fails, raise a ModelError that names `path` and `what` failed to load."""
+    """Call `load`, which loads `what`; raise a ModelError if it fails, unless memory ran out."""
     if local_directory(path) is None and cached_file(path, "config.json") is None:
         message = f"no such model: {path} is neither a local model directory nor in the Hub's cache"
         require_reachable(message, ModelError, alternative="a directory")

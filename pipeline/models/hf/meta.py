@@ -60,7 +60,7 @@ def load_on_meta(config: FrozenModelConfig, *, task: Task, device: torch.device)
     such path exists. The model has no dropout, and no embedding rows for tokens of a chat format.
 
     Raises:
-        ModelError: there is no configuration, or it is for a different kind of model.
+        ModelError: the configuration is missing, unsupported, or for a different kind of model.
     """
     path = str(config.path)
     auto = AutoModelForCausalLM if task == "causal" else AutoModelForSequenceClassification

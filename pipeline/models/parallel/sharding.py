@@ -300,7 +300,7 @@ def get_plan(model: PreTrainedModel, *, setting: str) -> FamilyPlan:
 
 
 def match(table: Mapping[str, Any], name: str) -> Any:  # noqa: ANN401
-    """Return the first entry whose key matches the name (* stands for a number), or else None."""
+    """Return the value of the first key that matches the name (* stands for a number), or None."""
     for key, value in table.items():
         if re.fullmatch(re.escape(key).replace(r"\*", r"\d+"), name):
             return value

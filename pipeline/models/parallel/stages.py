@@ -5,7 +5,7 @@ of other stages pass their input through, except that on later stages the first 
 hidden states received from the previous stage. Later stages' embeddings return zeros of the right
 shape; earlier stages' norm and head do nothing. Parameters keep their names from the full model. A
 small copy of the model shows which modules come before and after the blocks, and whether the blocks
-exchange more than hidden states; a model whose blocks do can't be split.
+exchange more than hidden states, in which case the model can't be split.
 """
 
 import functools
@@ -280,7 +280,7 @@ def _build(
 def _modules_outside_blocks(
     plain: PreTrainedModel, order: ModuleOrder, blocks: str
 ) -> list[tuple[str, nn.Module, bool]]:
-    """List the modules with parameters outside the blocks, and whether they precede the blocks.
+    """List (name, module, whether it precedes the blocks) for parameters outside the blocks.
 
     An adapter counts as part of its layer.
     """
@@ -334,4 +334,4 @@ def require_equal_outputs(family: Family, blocks: tuple[int, ...]) -> None:
 
 
 def _explain(settings: PreTrainedConfig, reason: str) -> str:
-    return f"{settings.model_type} models can't be split into stages: {reason}; set parallel.pp 1"
+    return f"{settings.model_type} models can't be split: {reason}; set parallel.pp to 1"

@@ -3,14 +3,14 @@
 The user's model runs unmodified on the process's heads and widths. The input of a column-parallel
 layer (sharded by outputs) passes through `copy_to_group`, once for all layers with the same input,
 such as queries, keys and values; the output of a row-parallel layer (sharded by inputs) passes
-through `sum_over_group`, and its bias is added to the sum. Norms are replicated, and so are
-the embedding and output layers if they are small (`forward/vocab_parallel.py`).
+through `sum_over_group`, and its bias is added to the sum. Norms are replicated, and so are the
+embedding and output layers unless `forward/vocab_parallel.py` shards them.
 
 Sequence parallelism (Korthikanti et al. 2022, section 4.2.2): norms, residual sums and other
 operations on single tokens run on 1/tp of the row. The row is all-gathered before a module with
 column-parallel layers, and the outputs of row-parallel layers are reduce-scattered. The first block
 takes its shard of the embeddings' output, and the last one gathers all tokens. A row of any length
-is sharded after padding it with zeros, which never reach a sharded layer.
+is padded with zeros before it is sharded; the zeros never reach a sharded layer.
 """
 
 import functools
@@ -174,7 +174,7 @@ NOISE = 1e-6
 def find_mismatch(
     model: PreTrainedModel, group: Group, *, shards_tables: bool, sequence: bool
 ) -> str | None:
-    """Compare a small sharded model of a family with a full one; return a reason to reject it.
+    """Compare a small sharded model of a family with a full one; return a problem, or None.
 
     All processes of the group must call this and get the same result. `model` is a full one;
     `shards_tables` and `sequence` are true if the embedding and output layers, and the hidden
@@ -253,7 +253,7 @@ def shard_layers(model: nn.Module, group: Group, *, sequence: bool) -> None:
         if reason is not None:
             raise ModelError(
                 f"{plain.config.model_type} models don't support tensor parallelism: {reason}; "
-                f"set parallel.tp 1"
+                f"set parallel.tp to 1"
             )
     shard_model(plain, group, tables, sequence=sequence)
 
@@ -295,7 +295,7 @@ def shard_for_plan(model: nn.Module, size: int, *, sequence: bool) -> None:
 
 
 def _mark_partial(plain: PreTrainedModel, shards: TensorShards, *, sequence: bool) -> None:
-    """Mark the replicated weights of which each process computes a partial gradient.
+    """Mark the replicated weights for which each process computes only a partial gradient.
 
     These are the weights that, according to the family's plan, apply only to a process's heads; or
     with `sequence`, all replicated weights and adapters of the blocks, which are applied only to
@@ -356,8 +356,8 @@ def _shard_tables(tables: list[nn.Module], group: Group) -> None:
 def _shard_layer(shards: TensorShards, name: str, module: nn.Module) -> nn.Module | None:
     """Keep this process's shard of a layer and its adapter.
 
-    A row-parallel layer no longer adds its bias, which must be added once, after the sum over
-    processes. Return the layer, or None if this does not apply to it.
+    Return a row-parallel layer with a bias, which the layer no longer adds: it must be added once,
+    after the sum over processes. Return None for any other layer.
     """
     layer = cast("LinearLayer", unwrap_lora(module))
     is_colwise = STYLES[shards.styles[name]].is_colwise

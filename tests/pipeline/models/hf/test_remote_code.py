@@ -47,7 +47,7 @@ def model_with_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 def test_model_with_code_raises_without_running_it(model_with_code: str) -> None:
     message = (
         f"{model_with_code} contains Python code that loading would execute; review the code, and"
-        " set trust_remote_code true for this model if you trust it"
+        " set trust_remote_code to true for this model if you trust it"
     )
     with pytest.raises(ModelError, match=f"^{re.escape(message)}$"):
         load_causal_lm(FrozenModelConfig(path=model_with_code), device=torch.device("cpu"))

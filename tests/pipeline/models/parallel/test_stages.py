@@ -77,7 +77,7 @@ def test_stages_of_packed_families_match_the_full_model(family: str) -> None:
 
 
 def test_splitting_a_padded_family_raises() -> None:
-    with pytest.raises(ModelError, match=r"they run padded, not packed; set parallel.pp 1$"):
+    with pytest.raises(ModelError, match=r"they run padded, not packed; set parallel.pp to 1$"):
         build_stage(tiny_causal_lm("falcon"), number=0, blocks=[1, 1])
 
 
