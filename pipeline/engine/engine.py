@@ -116,7 +116,7 @@ class Engine:
     """Trains one model on the processes of a group.
 
     The loop calls `engine(...)` and `engine.backward(loss)` once per micro-batch, then
-    `engine.step()`. Nothing else in the repository touches gradients. Gradients are summed, not
+    `engine.step()`. No other code uses the gradients of the parameters. They are summed, not
     averaged, over micro-batches and processes: losses are already divided by the number of tokens
     (or pairs) of the whole optimizer step, so that every token has the same weight however the step
     is split. Lower-precision weights have fp32 master weights and fp32 sums of gradients.
@@ -216,7 +216,7 @@ class Engine:
         """Clip the summed gradients, apply them if they are finite, and clear them.
 
         Raises:
-            NonFiniteGradientError: too many steps in a row or one at the lowest scale are skipped.
+            NonFiniteGradientError: many steps in a row, or one at the lowest scale, were skipped.
         """
         fault_point("engine.step")
         self.zero.check_ready()
@@ -347,7 +347,7 @@ class Engine:
                 f" {self.scaler.scale:g}; train with precision bf16 or fp32"
             )
         if self.skipped_in_a_row >= self.max_skipped:
-            steps = f" for {self.max_skipped} steps in a row, first" if self.max_skipped > 1 else ""
+            steps = f" for {self.max_skipped} steps in a row, last" if self.max_skipped > 1 else ""
             raise NonFiniteGradientError(
                 f"the gradient was infinite or NaN{steps} in {unit}; lower the learning rate"
                 " or, with precision fp16, use bf16 or fp32"

@@ -87,7 +87,7 @@ def store_on_disk(
     """Store masters and moments in a file, if they are offloaded to NVMe, and return the file.
 
     Raises:
-        ConfigError: the disk lacks space.
+        ConfigError: the disk lacks space or is not writable.
     """
     offload = config.zero.offload
     if offload.optimizer != "nvme":
@@ -103,7 +103,7 @@ def store_on_disk(
 
 
 def get_settings(name: str, param: nn.Parameter, config: TrainedModelConfig) -> ParamSettings:
-    """Return a parameter's settings; a unit's parameters with equal settings share a vector.
+    """Return a parameter's settings; a block's parameters with equal settings share a vector.
 
     One-dimensional parameters (biases and norms) have no weight decay. They are stored at the end
     of the same vector, so that a unit still needs only one collective.

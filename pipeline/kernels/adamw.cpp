@@ -68,7 +68,7 @@ struct BFloat16 {
     static float load(uint32_t stored) { return as_float(stored << 16); }
     static Stored store(float value) { return Stored(round(value) >> 16); }
     // The result is in the upper 16 bits. Preserves infinity and NaN: arithmetic returns quiet NaNs, whose
-    // highest bit of payload is set.
+    // quiet bit survives rounding.
     static uint32_t round(float value) {
         const uint32_t bits = as_bits(value);
         const uint32_t rounded = bits + 0x7fffu + ((bits >> 16) & 1u);  // ties to even

@@ -1,6 +1,6 @@
 """Build C++ kernels on first use.
 
-A kernel is a file of plain C++ with one or two C functions, called through `ctypes`: files with
+A kernel is a file of plain C++ with a few C functions, called through `ctypes`: files with
 PyTorch's headers take twenty seconds to compile, these take about one. Libraries are cached by a
 hash of source, flags and compiler. Processes that need the same library at the same time each
 compile it and rename the complete file into place.

@@ -10,7 +10,7 @@
 
 namespace {
 
-// Size of a tile: its LANES sums stay in registers and are reduced by one horizontal sum.
+// Size of a tile: its sums stay in registers, and one or two horizontal sums reduce them.
 constexpr int OUTPUTS = LANES == 16 ? 4 : 2;
 constexpr int ROWS = LANES == 16 ? 4 : 6;
 constexpr int MAX_UNPACKED_ROWS = 3;  // maximum number of rows that are not packed; their tiles have more outputs

@@ -101,8 +101,8 @@ def linear_logprobs(
     Hidden states have the dtype of the weights, or fp32 for logits that are not rounded to it. Set
     `entropy_grad` if the entropy is part of a loss, which takes more memory, and `uniform` if all
     log-probabilities have the same weight in the loss, which is faster. A tile has `tile` logits,
-    by default `TILE` or `VOCABULARY_TILE`; up to `MAX_UNTILED` logits are a single tile. With
-    `vocab_shard`, the range of a sharded weight, all processes of its group must call this.
+    by default `TILE` or `VOCABULARY_TILE`, or all of up to `MAX_UNTILED`. With `vocab_shard`, the
+    range of a sharded weight, all processes of its group must call this.
 
     Results are in nats, fp32. Logits are those of `output_layer`, divided by the temperature. With
     one tile, the result is bitwise identical to that of `compute_logprobs`; with several tiles,

@@ -39,7 +39,7 @@ class StoredFragment:
 
     @property
     def end(self) -> int:
-        """End (exclusive) of the fragment in the full tensor; with columns, of its last row."""
+        """End (exclusive) of the fragment in the full tensor; for columns, end of the last row."""
         if self.columns is None:
             return self.stop
         return -(-self.stop // self.columns.width) * self.columns.stride

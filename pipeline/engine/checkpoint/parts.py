@@ -88,7 +88,7 @@ class BestWeights:
         return bool(self.weights)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state without `weights`; for JSON, infinities are replaced with None."""
+        """Return the state without `weights`; for JSON, numbers that are not finite are None."""
         names = ("step", "last_step", "worse_in_a_row", "value", "last")
         state = {name: getattr(self, name) for name in names}
         return {name: value if math.isfinite(value) else None for name, value in state.items()}

@@ -129,7 +129,7 @@ def frozen_fragments(engine: Engine, prefix: str) -> Iterator[Fragment]:
 
 
 def describe(engine: Engine) -> dict[str, Any]:
-    """Return the state without tensors, as JSON equal on all ranks; all processes must call it."""
+    """Return the state without tensors, as the same JSON on all ranks, which must all call this."""
     local = {
         "steps": engine.steps,
         "skipped_in_a_row": engine.skipped_in_a_row,

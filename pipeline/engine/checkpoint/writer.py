@@ -68,7 +68,7 @@ class CheckpointWriter:
     is the minimum number of steps undone by a rollback; None keeps no rollback targets.
 
     Raises:
-        ConfigError: the directory can't be created or written to.
+        ConfigError: `keep_last` is too small, or the directory can't be created or written to.
     """
 
     def __init__(
@@ -228,9 +228,9 @@ class CheckpointWriter:
         fault_point("checkpoint.after_rename")
 
     def _prune(self, step: int) -> None:
-        """Delete all but the newest `keep_last` checkpoints up to `step`, and unused bases.
+        """Delete all but the newest `keep_last` checkpoints and rollback targets, and unused bases.
 
-        Checkpoints of earlier jobs count only if they are valid. Checkpoints of later steps, which
+        Checkpoints of earlier jobs count only if they are valid. Checkpoints after `step`, which
         remain if a run is resumed from an earlier one, are kept: they will be replaced.
         """
         rollback_targets = list_rollback_targets(self.root, step, margin=self._margin)

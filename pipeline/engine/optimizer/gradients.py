@@ -334,7 +334,7 @@ class LossScaler:
 
     @property
     def is_searching(self) -> bool:
-        """True if an overflow reduces the scale."""
+        """True if the scale is dynamic and overflows can still reduce it."""
         return self.enabled and not self.config.loss_scale and not self.is_exhausted
 
     def update(self, *, finite: bool) -> None:

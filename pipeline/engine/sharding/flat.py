@@ -1,7 +1,7 @@
 """Parameters of one unit and one kind as one flat vector: the engine's data structure.
 
 The vector has one equal shard per process. The ZeRO stage (Rajbhandari et al. 2020) determines
-what a process keeps between uses: all or its shard. As in BMTrain and FSDP, a block has one vector.
+what a process keeps between uses: all or its shard. As in FSDP, no vector spans two blocks.
 """
 
 import math
@@ -75,10 +75,10 @@ class Placement:
     """Device of the computation."""
 
     shard_optimizer: bool
-    """Keep masters and moments of the local shard only: stage 1 and above."""
+    """Whether masters and moments are kept for the local shard only: stage 1 and above."""
 
     shard_params: bool
-    """Keep only the local shard of the weights between uses: stage 3."""
+    """Whether only the local shard of the weights is kept between uses: stage 3."""
 
     optimizer_device: torch.device
     gradient_device: torch.device
@@ -88,13 +88,13 @@ class Placement:
     """Device of the local shard of the weights at stage 3."""
 
     params_on_disk: bool
-    """Keep the local shard of the weights on disk, at stage 3."""
+    """Whether the local shard of the weights is on disk, at stage 3."""
 
     optimizer_on_disk: bool
-    """Keep masters and moments on disk."""
+    """Whether masters and moments are on disk."""
 
     deterministic: bool
-    """Sum micro-batches in a binary tree."""
+    """Whether the gradients of micro-batches are summed in a binary tree."""
 
 
 class FlatParams:

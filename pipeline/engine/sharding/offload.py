@@ -39,8 +39,8 @@ class TensorStore:
     The file is unlinked, so nothing is left on disk however the process ends. All space is
     allocated by `reserve`, so that a full disk stops a run at its start. `write` and `read` return
     immediately and copy nothing: until `wait` (or `flush`) the caller must not change a tensor
-    being written or use one being read. Operations on one key run in call order. After the first
-    failure every call raises `OffloadError`.
+    being written or use one being read. Operations on one key run in call order. After a failure,
+    all further operations raise `OffloadError`.
     """
 
     def __init__(self, directory: Path, *, rank: int, threads: int = 2) -> None:

@@ -150,8 +150,8 @@ inline Vector floor_lanes(Vector x) {
     return truncated - as<Vector>(as<Bits>(broadcast(1.0f)) & as<Bits>(truncated > x));
 }
 
-// exp(x) for x <= 0, within 2 ulp; flushes subnormal results to 0 and propagates NaN. After Malossi et al. 2015,
-// Fast Exponential Computation on SIMD Architectures.
+// exp(x) for x <= 88, within 6 ulp (4 if |x| <= 30); flushes results for x < -86.99 to 0 and propagates NaN. After
+// Malossi et al. 2015, Fast Exponential Computation on SIMD Architectures.
 inline Vector exp_lanes(Vector x) {
     constexpr float LOWEST = -87.33654785f, LOG2_E = 1.442695021629f;
     const Vector clamped = x > LOWEST ? x : broadcast(LOWEST);

@@ -211,7 +211,7 @@ class MissingLayoutError(RuntimeError):
 
 
 MAX_PADDING = 1.3
-"""Maximum ratio of padded to real tokens in a shared forward pass."""
+"""Maximum ratio of padded to real tokens in a forward pass, before rounding to `KEY_BLOCK`."""
 
 
 @runtime_checkable

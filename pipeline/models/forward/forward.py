@@ -1,7 +1,7 @@
 """Runs a Hugging Face model over a `TokenBatch`, with per-token results and without padding.
 
 `Policy` and `Scorer` wrap the user's unchanged model for the engine. Dimension names: N tokens, K
-targets, B sequences of T tokens, V vocabulary, C labels, d hidden size.
+targets, B sequences of T tokens, V vocabulary, C labels, R rows, d hidden size.
 """
 
 import inspect
@@ -68,7 +68,7 @@ class Policy(nn.Module):
         self.uses_head = UsesHead()
         self.kernels: Kernels = kernels
         self.tile = tile
-        """Maximum number of fp32 logits in memory at once; None uses the kernels' default."""
+        """Maximum number of logits per tile; None uses the kernels' default."""
         self._has_linear_logits: bool | None = None
 
     def forward(

@@ -1,6 +1,6 @@
 """Scores of classifiers: expected values of labels and scores of steps.
 
-Dimension names: N tokens, C classes.
+Dimension names: N tokens, C classes, R rows.
 """
 
 from collections.abc import Collection

@@ -90,7 +90,7 @@ def test_repeated_non_finite_gradients_raise_with_advice() -> None:
 
     for _ in range(20 - 1):
         step()
-    with pytest.raises(NonFiniteGradientError, match="20 steps in a row, first in root; lower the"):
+    with pytest.raises(NonFiniteGradientError, match="20 steps in a row, last in root; lower the"):
         step()
 
     assert model.weight.item() == weight
