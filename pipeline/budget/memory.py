@@ -104,10 +104,10 @@ class StepMemory:
     """A sentence for each model whose configuration is not available."""
 
     parameters: Mapping[str, int] = field(default_factory=dict[str, int])
-    """Parameters of each model by role, including adapters."""
+    """Number of parameters of each model by role, including adapters."""
 
     generating: int = 0
-    """Processes that only generate, in the phase `rollouts`; the others are in the other phases."""
+    """Number of processes that only generate, in `rollouts`; all others run the other phases."""
 
     def peak(self, location: Location) -> int:
         """Return the maximum bytes over all phases."""
@@ -122,7 +122,7 @@ def step_memory(
     `origins` holds the initial model of each earlier step that has yet to run, by output directory.
 
     Raises:
-        ConfigError, ModelError: a model can't be divided as `parallel` requires.
+        ConfigError, ModelError: a model can't be sharded or split as `parallel` requires.
     """
     work = config.workload(machine.world)
     models, unknown = build_models(work, origins or {}, has_gpu=machine.has_gpu)
@@ -246,7 +246,7 @@ class _ModelMemory:
             yield Item("logits", self._logits(targets, trains=trains))
 
     def _rollout_tokens(self, length: int) -> float:
-        """Return the tokens of a rollout whose groups share prompts, or infinity without groups."""
+        """Return the number of tokens in a rollout with shared prompts; infinity without groups."""
         generation = self.work.generation
         if generation is None or generation.group_size == 1:
             return math.inf

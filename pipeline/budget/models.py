@@ -114,10 +114,10 @@ class CountedModel:
 
 @functools.lru_cache(maxsize=256)
 def check_shardable(module: "nn.Module", parallel: ParallelConfig) -> None:
-    """Check that a model on the meta device can be divided among processes as `parallel` requires.
+    """Check that a model on the meta device can be sharded and split as `parallel` requires.
 
     Raises:
-        ConfigError, ModelError: the model can't be divided this way.
+        ConfigError, ModelError: the model can't be sharded or split this way.
     """
     from pipeline.models.parallel.stages import balance_blocks, build_stage
     from pipeline.models.parallel.tensor_parallel import shard_for_plan

@@ -38,7 +38,7 @@ class RowColumns:
 
 
 def find_column(columns: Mapping[str, Any], name: str) -> Any:  # noqa: ANN401
-    """Return the value of column `name`, or of a nested OUTER.INNER or verl's INNER; else None."""
+    """Return the value of column `name`, of a nested OUTER.INNER or of verl's INNER, or None."""
     nested = (_parse_nested(columns.get(outer)) for outer in ("reward_model", "extra_info"))
     values = (_get_entry(source, name) for source in (columns, *nested))
     return next((value for value in values if value is not None), None)

@@ -6,8 +6,8 @@ from pipeline.config.model import TrainedModelConfig
 from pipeline.system.errors import counted, require
 
 MICRO_BATCHES_PER_STAGE = 4
-"""Minimum micro-batches per stage in a step, unless the settings say otherwise: stages are then
-idle for at most a fifth of the time."""
+"""Default minimum of micro-batches per stage in a step, with which stages are idle for at most a
+fifth of the time."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -94,7 +94,7 @@ class Generation:
 
     @property
     def max_concurrent(self) -> int:
-        """Responses generated at once by the processes that generate together."""
+        """Number of responses generated at once by the processes that generate together."""
         return -(-self.count * self.tensor_parallel // self.shared_by)
 
     @property
@@ -145,7 +145,7 @@ class Workload:
     """Whether the loss compares all logits with those of a teacher."""
 
     generating: int = 0
-    """Processes that only generate, in addition to the `world`."""
+    """Number of processes that only generate, in addition to the `world`."""
 
     @property
     def rollouts(self) -> Generation | None:
@@ -267,7 +267,7 @@ class StepConfig(ABC):
     """Settings of each method, by its name; empty for a step without methods."""
 
     MINIMUMS: ClassVar[Mapping[str, str]] = {}
-    """For each setting, another one whose value is its minimum if an option sets it."""
+    """For each setting, the setting that is its lower bound if an option sets the latter."""
 
     output_dir: Path
     """Directory of the step's output files."""

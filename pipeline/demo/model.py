@@ -28,7 +28,7 @@ SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """Train the embedded model's tokenizer on the embedded task; the same on every call.
+    """Train the embedded model's tokenizer on the embedded task; every call returns the same one.
 
     Digits are single tokens, unknown text falls back to bytes, and no space is prepended, so a
     prompt and its response may be tokenized separately and their ids joined. Encoding prepends

@@ -54,7 +54,7 @@ class MergedExport:
             merged.config.save_pretrained(directory)
 
     def verify(self, directory: Path) -> list[str]:
-        """Compare the outputs of the written model and of the base model with its adapter."""
+        """Compare the outputs of the written model and of the source with its adapter, if any."""
         is_rounded = self.has_adapter and _dtype(self.base) != torch.float32
         model, exported = _load(self.base), _load(read_source(directory))
         if self.has_adapter:

@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 def significant_decrease(before: float, now: float, count: int) -> float:
-    """Return the decrease of a fraction of `count` trials, or 0 if within two standard errors."""
+    """Return the decrease of a fraction of `count` trials, or 0 if below two standard errors."""
     standard_error = ((now * (1 - now) + before * (1 - before)) / count) ** 0.5
     return before - now if before - now > 2 * standard_error else 0.0
 
@@ -131,7 +131,7 @@ class Guards:
         return sorted(trips, key=lambda trip: ("stop", "rollback", "warn").index(trip.action))
 
     def _check(self, guard: Guard, metrics: Mapping[str, float]) -> Trip | None:
-        """Return the trip, or None if the guard is off, within its limit or has warned recently."""
+        """Return the trip, or None if the guard is off, within its limit or in its cooldown."""
         name, step = str(guard), self.step
         if guard.action == "none" or not self._is_beyond_limit(guard, metrics):
             return None

@@ -1,4 +1,4 @@
-"""A child process whose exit and interruption are reported to the parent exactly once."""
+"""Runs a child process, forwards each interruption to it once, and reports how it exited."""
 
 import os
 import signal
@@ -23,7 +23,7 @@ class ExitStatus:
     """Exit code; -n if the child was killed by signal n."""
 
     signal_received: signal.Signals | None = None
-    """The signal that this process received meanwhile, from the terminal or a scheduler."""
+    """The signal, from the terminal or a scheduler, that this process received while it waited."""
 
     peak_bytes: int = field(default=0, compare=False)
     """Peak resident memory of the child and its children; on Linux at least this process's memory

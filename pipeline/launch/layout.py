@@ -171,7 +171,7 @@ class Layout:
     srun or Ray, or `train.py` in each pod of an indexed Job."""
 
     hosts: tuple[Host, ...] = ()
-    """The machines in the order of their node ranks; empty without torchrun."""
+    """The machines in the order of their node ranks; empty for the launcher `process`."""
 
     address: str = "127.0.0.1"
     port: int = PORT

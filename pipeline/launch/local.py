@@ -1,4 +1,4 @@
-"""Processes that this machine can run, and environment variables that it passes to other ones.
+"""GPUs and processes of this machine, and environment variables that it passes to others.
 
 Values are passed through pipes and SLURM's environment, never on a command line, which every user
 of a machine can read.

@@ -21,7 +21,7 @@ NODE_LOST = "the node was lost; --resume continues on the nodes that remain"
 
 @contextmanager
 def ray_connection() -> Iterator[None]:
-    """Connect to the cluster at RAY_ADDRESS or on this machine; raise ConfigError without one."""
+    """Connect to the cluster at RAY_ADDRESS or on this machine, or raise ConfigError."""
     address = os.environ.get("RAY_ADDRESS") or "auto"
     host, _, port = address.rpartition(":")
     try:

@@ -70,7 +70,7 @@ class Preview:
 def check_settings(plan: Plan) -> None:
     """Check everything that doesn't depend on the rows, quickly and without importing PyTorch.
 
-    Finished steps are skipped, and with `--plan off` nothing is checked.
+    Finished steps are skipped; with `--plan off`, no step is checked.
 
     Raises:
         UserError: a setting or a model can't be used.
@@ -127,7 +127,7 @@ def _run_checks(plan: Plan, checks: Sequence[Callable[[Stage], None]]) -> None:
 
 
 def _check_processes(plan: Plan, stage: Stage) -> None:
-    """Check that parallel sizes divide the number of processes, and that each has prompts."""
+    """Check that parallel sizes divide the number of processes, which must all have prompts."""
     settings: Any = plan.configs[stage.name]
     settings.check_processes(plan.machine.world, section=stage.prefix)
     work = settings.workload(plan.machine.world)

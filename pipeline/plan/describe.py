@@ -197,7 +197,7 @@ def chosen_settings(plan: Plan) -> Iterator[str]:
 
 
 def memory_errors(plan: Plan) -> Iterator[str]:
-    """Yield an error message for each unfinished step that can't fit its machine."""
+    """Yield an error message for each unfinished step that can't fit in memory."""
     for stage in plan.unfinished:
         config, memory = plan.configs[stage.name], plan.memory(stage)
         names = stage.title, stage.prefix

@@ -139,7 +139,7 @@ def make_plan(argv: Sequence[str], stages: Sequence[Stage]) -> Plan:
 
 
 def _is_configured(stage: Stage, command_line: CommandLine) -> bool:
-    """Return whether a later step has a directory, or settings given by the user."""
+    """Return whether a step has a directory, or settings given by the user."""
     given = {name.partition(".")[0] for name, options in command_line.overrides.items() if options}
     given = given.union(*(file.settings for file in command_line.files))
     is_given = not given.isdisjoint({stage.section, METHODS})

@@ -41,7 +41,7 @@ def step_configs(
 ) -> dict[str, StepConfig]:
     """Return the settings of all steps by name, including steps that don't run.
 
-    If a step that runs or has run learns labels, all steps with user data have `data.labels` set.
+    If a step that runs or has run trains on labels, all steps with user data set `data.labels`.
     `world` is the number of processes of each step, and `chosen` the choice of `--plan auto`, by
     stage prefix and dotted name.
 

@@ -61,7 +61,7 @@ class Stage:
     """Whether the step runs only if `--step` names it; later steps then use its models."""
 
     method: str | None = None
-    """The method that this stage runs if there are several, each with its own stage; else None."""
+    """The method that this stage runs, if each of several has its own stage; otherwise None."""
 
     @property
     def prefix(self) -> str:

@@ -98,7 +98,7 @@ def step_charts(step: StepResult) -> list[DrawnChart]:
 
 @dataclass(frozen=True)
 class Scale:
-    """Maps [low, high] to [start, end], on a logarithmic scale if requested."""
+    """Maps values, or with `logarithmic` their log10, from [low, high] to [start, end]."""
 
     low: float
     high: float
@@ -201,7 +201,7 @@ def smooth(points: Sequence[Point]) -> list[Point]:
 
 
 def decimate(points: Sequence[Point], max_bins: int = MAX_BINS) -> list[Point]:
-    """Return at most two points, the extremes in order, for each of the curve's `max_bins` bins."""
+    """Reduce a long curve to the extremes of each of `max_bins` bins, in order."""
     if len(points) <= 2 * max_bins:
         return list(points)
     kept: list[Point] = []

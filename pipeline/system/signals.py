@@ -31,10 +31,10 @@ STOP_BYTE = b"\0"
 class StopSignals:
     """Context manager that records stop signals in `received`; a second Ctrl-C aborts.
 
-    After a scheduler's signal, later ones have no effect: SLURM sends SIGUSR1 and, at the time
-    limit, SIGTERM, while the state is being saved. After Ctrl-C, any further signal aborts the
-    process, except the signal from a closed terminal. Signals that the caller has set to be
-    ignored, as nohup does, stay ignored.
+    After a scheduler's signal, only Ctrl-C aborts the process: SLURM sends SIGUSR1 and, at the time
+    limit, SIGTERM, while the state is being saved. After Ctrl-C, any further signal aborts it,
+    except that of a closed terminal. Signals that the caller has set to be ignored, as nohup does,
+    stay ignored.
 
     `announce` is called on the first signal, and again, with `aborts=True`, just before the process
     aborts: immediately, from another thread, even while the main thread waits in a collective,
