@@ -19,8 +19,6 @@ from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
 from inference.tensor_parallel import get_local_kv_heads
-from pipeline.kernels.cache_append import append_
-from pipeline.kernels.cache_append import find_kernel as append_kernel_for
 from pipeline.kernels.decode_attention import (
     PAGE,
     AttentionSpec,
@@ -58,7 +56,7 @@ class PagedCache(Cache):
         self.values: list[Float[Tensor, "P G T E"]] = []
         self._indices: Int[Tensor, " N"] = torch.empty(0, dtype=torch.long)
         self._reads_pages = False
-        self._rows: dict[int, Int[Tensor, "N G"]] = {}
+        self._rows: dict[int, Int[Tensor, " R"]] = {}
 
     def begin(self, indices: Int[Tensor, " N"], *, reads_pages: bool) -> None:
         """Set the cache indices of the next pass's tokens: page * PAGE + offset within the page.
@@ -82,31 +80,20 @@ class PagedCache(Cache):
             for stored, new in ((self.keys, key_states), (self.values, value_states)):
                 stored.append(new_zeros(new, self.num_pages, new.shape[1], PAGE, new.shape[3]))
         keys, values = self.keys[layer_idx], self.values[layer_idx]
-        states = (key_states[0], value_states[0])
-        gpu = append_kernel_for((keys, values), states)
-        if gpu is None:
-            self._store((keys, values), states)
-        else:
-            append_((keys, values), states, self._indices, gpu=gpu)
+        rows = self._select_rows(keys.shape[1])
+        for stored, new in ((keys, key_states[0]), (values, value_states[0])):
+            size = stored.shape[-1]
+            stored.view(-1, size).index_copy_(0, rows, new.transpose(0, 1).reshape(-1, size))
         return (keys, values) if self._reads_pages else (key_states, value_states)
 
-    def _store(
-        self,
-        cache: tuple[Float[Tensor, "P G T D"], Float[Tensor, "P G T E"]],
-        new: tuple[Float[Tensor, "G N D"], Float[Tensor, "G N E"]],
-    ) -> None:
-        """Append with PyTorch operators instead of a kernel."""
-        num_heads = cache[0].shape[1]
-        rows = self._rows.get(num_heads)
-        if rows is None:
-            # One row of D numbers for each page, head and token.
+    def _select_rows(self, num_heads: int) -> Int[Tensor, " R"]:
+        """Return the pass's R = N * G rows in a cache of one row for each page, head and token."""
+        if num_heads not in self._rows:
             pages, tokens = self._indices // PAGE, self._indices % PAGE
             heads = torch.arange(num_heads, device=self._indices.device)
             first = (pages[:, None] * num_heads + heads) * PAGE
-            rows = self._rows[num_heads] = (first + tokens[:, None]).flatten()
-        for stored, states in zip(cache, new, strict=True):
-            size = stored.shape[-1]
-            stored.view(-1, size).index_copy_(0, rows, states.transpose(0, 1).reshape(-1, size))
+            self._rows[num_heads] = (first + tokens[:, None]).flatten()
+        return self._rows[num_heads]
 
     @torch.inference_mode()
     def copy(self, sources: Mapping[int, int]) -> None:
