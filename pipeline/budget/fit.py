@@ -134,7 +134,7 @@ def shortage_message(
     if fix is None:
         return (
             f"{step} {shortage}; no memory-saving setting makes it fit: use a smaller model,"
-            " shorter sequences, or a machine with more memory, more GPUs or fewer processes"
+            " shorter sequences, fewer processes per machine, or more memory or GPUs"
         )
     prefix = f"--{section}." if section else "--"
     options = (f"{prefix}{name} {str(value).lower()}" for name, value in fix.items())

@@ -357,7 +357,7 @@ def _request_facts(kind: str, verbs: list[str], right: str, wrong: str) -> Itera
 
 
 def write_question(fact: Fact, random: Random, *, unseen: bool = False) -> str:
-    """Write a prompt for `fact` in a training wording, or if `unseen`, in a held-out wording."""
+    """Write a prompt for `fact` in a training wording or, if `unseen`, in a held-out wording."""
     kind = "request" if fact.kind.endswith("request") else fact.kind
     pattern = random.choice(TASK["held_out" if unseen else "trained"][kind])
     text = "".join([random.choice(alternatives) for alternatives in _split_wording(pattern)])

@@ -65,7 +65,7 @@ class Signals(ABC):
     def format_message(
         self, guard: Guard, metrics: Mapping[str, Any], first: Metrics, history: Sequence[Metrics]
     ) -> str:
-        """Return a sentence on the problem and its fix; `history` has recent checks' metrics."""
+        """Return a sentence on the problem and its fix, given the metrics of recent checks."""
         del history
         value = self.compute_value(guard.signal, metrics, first)
         numbers = {**metrics, "first": first, "limit": guard.limit, "value": value}

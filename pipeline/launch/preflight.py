@@ -45,7 +45,7 @@ class Machine:
     gpus: list[Gpu]
 
     shared: bool
-    """Whether the machine sees the launcher's file in the output directory."""
+    """Whether the machine can access the launcher's file in the output directory."""
 
 
 def check_machines(layout: Layout, deployment: Deployment, directory: Path) -> None:

@@ -28,7 +28,7 @@ from pipeline.models.hf.directory import check_model_directory
 from pipeline.plan.inputs import is_local
 from pipeline.plan.plan import Plan
 from pipeline.plan.stage import Stage
-from pipeline.system.errors import UserError, require
+from pipeline.system.errors import UserError, counted, require
 from pipeline.system.hub import cached_file, check_push
 
 if TYPE_CHECKING:
@@ -142,8 +142,8 @@ def _check_processes(plan: Plan, stage: Stage) -> None:
     )
     require(
         tp_size is None or world % tp_size == 0,
-        f"{stage.prefix}.inference_tp_size {tp_size} doesn't divide the number of processes,"
-        f" {world}; choose a size that does, or start a different number of processes",
+        f"{stage.prefix}.inference_tp_size {tp_size} doesn't divide the {counted(world, 'process')}"
+        "; choose a size that does, or start a different number of processes",
     )
 
 

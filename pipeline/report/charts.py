@@ -125,7 +125,7 @@ def line_chart(
     logarithmic: bool = False,
     marker: float | None = None,
 ) -> Markup:
-    """Draw curves as an SVG picture: raw values pale, their moving average strong.
+    """Draw curves as an SVG picture: raw values in pale lines, moving averages in strong ones.
 
     `label` is the alternative text, and `marker` the horizontal position of a vertical dashed line.
     With `logarithmic`, the vertical scale is logarithmic if all values are positive.

@@ -20,7 +20,7 @@ EXPANDABLE = "expandable_segments:True"
 
 
 def use_expandable_segments(environment: MutableMapping[str, str] = os.environ) -> bool:
-    """Let freed GPU memory serve requests of any size; call it before the first allocation.
+    """Let freed GPU memory serve requests of any size; call this before the first allocation.
 
     A step of RL alternates between training and generation, whose tensors have different sizes:
     segments of a fixed size would become fragmented.

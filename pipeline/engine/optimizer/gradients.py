@@ -80,7 +80,7 @@ class RunningSum:
         """Do nothing: every addition is final."""
 
     def finish(self) -> Tensor:
-        """Return the sum over all micro-batches (zeros if none), complete on the host."""
+        """Return the sum over all micro-batches (zeros if none), after pending additions."""
         self._wait()
         if self.is_empty:
             self.total.zero_()

@@ -187,7 +187,7 @@ class StreamedState:
         self._wait(group)
 
     def stream(self, order: Sequence[int]) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
-        """Yield each group in `order`, which has no duplicates, with its tensors, as in `names`.
+        """Yield each group in `order`, which has no duplicates, with its tensors in `names` order.
 
         In-place changes are written to disk after the loop's body, and the group after the next
         reuses the buffers. If the body raises or breaks, the group is left unchanged on disk.

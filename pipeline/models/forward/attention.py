@@ -143,7 +143,7 @@ def _probe_varlen(device: torch.device, dtype: torch.dtype, size: int, shared_by
 
 
 def unpad(padded: Float[Tensor, "P ..."], index: Int[Tensor, " N"]) -> Float[Tensor, "N ..."]:
-    """Remove padding: row n is at `index[n]`; padding gets a zero gradient."""
+    """Remove padding: row n of the result is `padded[index[n]]`; padding gets a zero gradient."""
     return _Unpad.apply(padded, index)
 
 
