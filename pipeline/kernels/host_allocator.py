@@ -16,6 +16,8 @@ def keep_freed_memory() -> None:
     next step's activations is faulted in and zeroed again, which takes a tenth of a step. This has
     no effect if `host_allocator.cpp` can't be compiled.
     """
+    if _installed:
+        return
     home = Path(torch.__file__).parent
     flags = (f"-I{home / 'include'}", f"-L{home / 'lib'}", "-Wl,--no-as-needed", "-lc10")
     version = {"TORCH": torch.__version__.replace("+", "_")}  # part of the library's name
