@@ -54,7 +54,7 @@ def main(argv: list[str]) -> int:
         )
         return EXIT_USER_ERROR
     os.environ.setdefault("OMP_NUM_THREADS", str(cores_per_process(processes)))  # pyrefly: ignore[bad-argument-type]
-    _use_route_to_first_node(options)
+    use_route_to_first_node(options)
     if hasattr(options, "signals_to_handle"):
         options.signals_to_handle += ",SIGUSR1"
     if getattr(options, "shutdown_timeout", 0) is None:
@@ -94,13 +94,14 @@ def _kill_children() -> None:
             process.kill()
 
 
-def _use_route_to_first_node(options: argparse.Namespace) -> None:
+def use_route_to_first_node(options: argparse.Namespace) -> None:
     """Register this machine under its address on the route to the first machine.
 
     By default gloo resolves the machine's hostname, which often gives 127.0.0.1.
     """
-    first = options.rdzv_endpoint or ("" if options.standalone else options.master_addr)
-    address = own_address(first.rpartition(":")[0] or first) if first else None
+    host = options.rdzv_endpoint.rpartition(":")[0].strip("[]") or options.rdzv_endpoint
+    first = host or ("" if options.standalone else options.master_addr)
+    address = own_address(first) if first else None
     if address is None:
         return
     if options.local_addr is None:

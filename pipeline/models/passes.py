@@ -379,9 +379,7 @@ def make_passes(
         tensor=mesh.tensor,
         stages=stages,
     )
-    if stages.size == 1:
-        return Passes(engine)
-    return StagedPasses(engine, stage, stages)
+    return Passes(engine) if stages.size == 1 else StagedPasses(engine, stage, stages)
 
 
 def make_frozen_passes(

@@ -8,6 +8,7 @@ import sys
 import textwrap
 import threading
 import time
+from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +17,7 @@ import psutil
 import pytest
 
 from pipeline.launch.child import SIGNALS, ExitStatus, run_child
-from pipeline.launch.torchrun import select_exit_code
+from pipeline.launch.torchrun import own_address, select_exit_code, use_route_to_first_node
 
 ROOT = Path(__file__).parents[3]
 NODE = [sys.executable, "-m", "pipeline.launch.remote", sys.executable, "-c"]
@@ -111,6 +112,14 @@ def test_torchrun_exits_with_the_code_of_the_failed_process(tmp_path: Path) -> N
     )
 
     assert (result.returncode, result.stdout, result.stderr) == (2, "", "")
+
+
+@pytest.mark.skipif(own_address("::1") is None, reason="this machine has no IPv6")
+def test_first_machine_may_have_an_ipv6_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    options = Namespace(rdzv_endpoint="", standalone=False, master_addr="::1", local_addr=None)
+    use_route_to_first_node(options)
+    assert options.local_addr == "::1"
 
 
 @contextmanager
