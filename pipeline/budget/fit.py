@@ -124,7 +124,7 @@ def shortage_message(
     """Return the error message for a step that can't fit, or None if it fits.
 
     The sentence begins with `step`, such as "step 1". `section` is the prefix of the settings on
-    the command line, empty for a step's own command. `origins` is as for `step_memory`.
+    the command line, empty for a step's own command. See `step_memory` for `origins`.
     """
     shortage = find_shortage(memory, machine)
     if shortage is None:
@@ -162,7 +162,7 @@ def choose_settings(
 ) -> Settings:
     """Return the fastest settings that leave a tenth of the memory free, or {} if none do.
 
-    `origins` is as for `step_memory`. The settings whose dotted names are in `given` are kept.
+    See `step_memory` for `origins`. The settings whose dotted names are in `given` are kept.
     """
     target = replace(
         machine,

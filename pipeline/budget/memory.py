@@ -206,7 +206,7 @@ class _ModelMemory:
         return Item("staging", state_bytes * self.states_shard, self.host)
 
     def gradients(self) -> Iterator[Item]:
-        """Yield the accumulated gradients and the buffers of a backward pass."""
+        """Yield the accumulated gradients, and the buffers and weights of a backward pass."""
         shards, shape, location = self.work.shards, self.model.shape, self._location("gradients")
         yield Item("gradients", 4 * self.trained / shards, location)
         if self.work.data_processes > 1 or location != "device":
@@ -284,7 +284,7 @@ class _ModelMemory:
         yield from self.responses(generation)
 
     def responses(self, generation: Generation) -> Iterator[Item]:
-        """Yield the cache, the logits to sample from, and the activations of a prompt pass."""
+        """Yield CUDA graphs, the cache, logits to sample from, and activations of a prompt pass."""
         shape = self.model.shape
         max_length = min(generation.prompt_length + generation.new_tokens, shape.context)
         kv_width = max(1.0, shape.kv_width / generation.tensor_parallel)

@@ -290,7 +290,7 @@ def _convert_optimizer(file: DeepSpeedFile) -> dict[str, Any]:
 
 
 def _convert_schedule(file: DeepSpeedFile) -> dict[str, Any]:
-    """Return the schedule with its warm-up and final rate, which replace those set before."""
+    """Return the schedule, its warm-up, and its rates, which override those of the optimizer."""
     name = file.get("scheduler.type")
     if name is None:
         return {}

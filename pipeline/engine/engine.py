@@ -277,7 +277,7 @@ class Engine:
             yield [param for flat in unit.flats for param in flat.params.values()]
 
     def iter_groups(self) -> Iterator[TrainedParams]:
-        """Yield each trained flat vector, after reading its masters and moments if on disk."""
+        """Yield each trained flat vector, after reading masters and moments that are on disk."""
         if self.disk is None:
             yield from self.groups
             return
@@ -355,7 +355,7 @@ class Engine:
 
 
 class FrozenEngine:
-    """Runs a frozen model, sharded and offloaded like the trained model `like`.
+    """Runs a frozen model, sharded and offloaded like a trained model with the settings `like`.
 
     At stage 3 a process keeps its shard of the weights and gathers each block before using it;
     at lower stages the model is unchanged. `name` labels the collectives.

@@ -36,7 +36,7 @@ def kernel_mode() -> Kernels:
 
 
 def use_gpu(device: torch.device) -> bool:
-    """Return whether an operator of generation uses kernels of the GPU `device`."""
+    """Return whether the operators of generation use CUDA kernels on this device."""
     return device.type == "cuda" and kernel_mode() != "off"
 
 

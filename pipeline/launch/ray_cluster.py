@@ -49,7 +49,10 @@ def _is_listening(host: str, port: int) -> bool:
 
 
 def count_nodes(nodes: int | None, processes: int | None) -> tuple[int, int]:
-    """Return the number of nodes, and of processes per node: as given, or else all available."""
+    """Return the numbers of nodes and of processes per node, by default those available.
+
+    Nodes without GPUs run at most `CPU_PROCESSES` by default.
+    """
     with ray_connection():
         resources = [
             node["Resources"]

@@ -209,7 +209,7 @@ def get_interval(metric: str, values: Values) -> Interval | None:
 
 
 def difference_interval(metric: str, new: Values, old: Values) -> Interval | None:
-    """Return the mean difference's 95% interval on common prompts, or None for fewer than 2."""
+    """Return the 95% interval of the mean difference on common prompts; None for fewer than 2."""
     pairs = zip(new, old, strict=False)
     changes = [a - b for a, b in pairs if a is not None and b is not None]
     if len(changes) < 2:

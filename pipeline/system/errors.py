@@ -23,7 +23,7 @@ class UserError(Exception):
 
 
 class ConfigError(UserError, ValueError):
-    """A setting is out of range or contradicts another one."""
+    """A setting or option is invalid, or contradicts another one."""
 
 
 class DataError(UserError, ValueError):

@@ -1,4 +1,4 @@
-"""`python -m pipeline.engine.checkpoint verify DIR`, and `... consolidate DIR OUT`."""
+"""The commands `python -m pipeline.engine.checkpoint verify DIR` and `consolidate DIR OUT`."""
 
 import argparse
 import time

@@ -2,7 +2,7 @@
 
 As in Shoeybi et al. 2019 (Megatron-LM), section 3, the first of a pair of matrices is sharded by
 outputs (column-parallel) and the second by inputs (row-parallel), and the results are summed once
-per pair. Attention is sharded by heads. Plans come from `transformers`; `_PLANS` has plans for
+per pair. Attention is sharded by heads. Plans come from `transformers`, or from `_PLANS` for
 families without one there.
 """
 

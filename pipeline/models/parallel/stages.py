@@ -280,9 +280,9 @@ def _build(
 def _modules_outside_blocks(
     plain: PreTrainedModel, order: ModuleOrder, blocks: str
 ) -> list[tuple[str, nn.Module, bool]]:
-    """List (name, module, whether it precedes the blocks) for parameters outside the blocks.
+    """List (name, module, whether it precedes the blocks) of all modules outside the blocks.
 
-    An adapter counts as part of its layer.
+    Modules without parameters are omitted, and an adapter counts as part of its layer.
     """
     head = plain.get_output_embeddings()
     modules: list[tuple[str, nn.Module, bool]] = []
