@@ -219,7 +219,7 @@ class SaveInterval:
         match = re.fullmatch(r"(\d+)([smh]?)", str(text).strip())
         require(
             match is not None and int(match[1]) > 0,
-            "save_every takes a number of steps, such as 100, or a time, such as 90s, 15m or 2h,"
+            "save_every must be a number of steps, such as 100, or a time, such as 90s, 15m or 2h,"
             f" got {text}",
         )
         assert match is not None

@@ -325,7 +325,7 @@ def _list_files(directory: Path) -> set[Path]:
     try:
         return set(directory.iterdir())
     except FileNotFoundError:
-        raise SaveError("abandoned by another rank") from None
+        raise SaveError("another rank abandoned the save") from None
 
 
 def _is_valid(path: Path) -> bool:

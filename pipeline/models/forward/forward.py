@@ -185,7 +185,7 @@ def set_fp32_logits(model: nn.Module) -> None:
     if type(head) is not nn.Linear:
         raise ModelError(
             "fp32_head needs a linear output layer without an adapter, but this model's is a"
-            f" {type(head).__name__}; set it to false"
+            f" {type(head).__name__}; set fp32_head to false"
         )
     setattr(head, FP32_LOGITS, True)
     object.__setattr__(
