@@ -55,11 +55,7 @@ class ZeroConfig:
     reduce_dtype: Literal["fp32", "bf16"] = "fp32"
     """Data type in which gradients are sent between processes: bf16 halves the traffic and rounds
     each gradient; the sums are then in bf16 with NCCL, but in fp32 with gloo or a deterministic
-    reduction. Gradients that are sent through shared memory are not rounded."""
-
-    shared_memory: bool = True
-    """Let CPU processes of one machine read each other's memory; false sends everything through the
-    process group, as between machines."""
+    reduction."""
 
     max_skipped_steps: int = 20
     """Training stops after this number of consecutive steps without a finite gradient."""

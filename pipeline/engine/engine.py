@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from pipeline.config import Kernels, OptimConfig, TrainedModelConfig
 from pipeline.engine.comm.collectives import BufferPool
-from pipeline.engine.comm.transports import make_collectives
+from pipeline.engine.comm.copies import make_collectives
 from pipeline.engine.optimizer.gradients import (
     MAX_HOST_SUMS,
     LossScaler,

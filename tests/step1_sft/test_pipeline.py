@@ -77,12 +77,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any], int]] = {
     "three stages": (3, {"pp": 3, "micro_batches": 5}, {}, 1),
     "two pipelines": (4, {}, {"zero_stage": 2}, 2),
     "two pipelines, replicas": (4, {"replicas": 2}, {"zero_stage": 1}, 2),
-    "deterministic": (
-        2,
-        {"micro_batches": 4},
-        {"zero": ZeroConfig(reduction="deterministic", shared_memory=False)},
-        1,
-    ),
+    "deterministic": (2, {"micro_batches": 4}, {"zero": ZeroConfig(reduction="deterministic")}, 1),
 }
 
 

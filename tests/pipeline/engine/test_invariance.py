@@ -1,4 +1,4 @@
-"""Settings that must not change a bit of the result: processes, stages, offload, transport."""
+"""Settings that must not change a bit of the result: processes, stages, offload."""
 
 import hashlib
 import tempfile
@@ -101,7 +101,6 @@ def find_differences(cases: dict[int, dict[str, dict[str, Any]]], dtype: str) ->
 
 ZERO_SETTINGS: dict[str, dict[str, Any]] = {
     "plain": {},
-    "through the process group": {"shared_memory": False},
     "optimizer offloaded": {"offload": OffloadConfig(optimizer="cpu")},
     "gradients offloaded": {"offload": OffloadConfig(gradients="cpu")},
     "optimizer and gradients offloaded": {
@@ -133,11 +132,10 @@ STAGE_3_SETTINGS: dict[str, dict[str, Any]] = {
         ),
     ],
 )
-def test_stages_transports_and_offload_agree_bitwise(world: int, dtype: str) -> None:
+def test_stages_and_offload_agree_bitwise(world: int, dtype: str) -> None:
     cases = {0: ZERO_SETTINGS, 3: ZERO_SETTINGS | STAGE_3_SETTINGS}
-    if world > 2:  # four processes on two cores are slow: only the transports, at all stages
-        transports = {name: ZERO_SETTINGS[name] for name in ("plain", "through the process group")}
-        cases = dict.fromkeys(range(4), transports)
+    if world > 2:  # four processes on two cores are slow
+        cases = {stage: {"plain": ZERO_SETTINGS["plain"]} for stage in range(4)}
 
     assert run_ranks(find_differences, cases, dtype, world_size=world) == [[]] * world
 

@@ -1,21 +1,18 @@
 """Volume of communication in a step, and the order of additions."""
 
 from collections import Counter
-from typing import Any
 
 import pytest
 import torch
 
 from pipeline.engine.comm.collectives import tree_sum
-from pipeline.engine.comm.transports import can_share_memory
 from pipeline.engine.engine import Engine
-from pipeline.parallel.group import SELF_GROUP
 from tests.distributed import rank, run_ranks
 from tests.pipeline.engine.test_stages import build, compute_loss, settings
 
 
-def count_moved_bytes(stage: int, zero: dict[str, Any]) -> tuple[dict[str, int], dict[str, int]]:
-    engine = Engine(build("llama", "fp32"), settings(stage, max_norm=1.0, **zero), total_steps=2)
+def count_moved_bytes(stage: int) -> tuple[dict[str, int], dict[str, int]]:
+    engine = Engine(build("llama", "fp32"), settings(stage, max_norm=1.0), total_steps=2)
     moved, enter = Counter[str](), engine.comm.enter
 
     def count(kind: str, unit: str, num_bytes: int) -> None:
@@ -32,12 +29,11 @@ def count_moved_bytes(stage: int, zero: dict[str, Any]) -> tuple[dict[str, int],
     }
 
 
-@pytest.mark.parametrize("zero", [{}, {"shared_memory": False}], ids=["memory", "process group"])
 @pytest.mark.parametrize("stage", range(4))
 def test_step_moves_the_weights_twice_and_at_stage_3_three_times(
-    stage: int, zero: dict[str, Any]
+    stage: int,
 ) -> None:
-    for moved, units in run_ranks(count_moved_bytes, stage, zero):
+    for moved, units in run_ranks(count_moved_bytes, stage):
         total = sum(units.values())
         # Stage 0 gathers gradients, stages 1 and 2 weights; stage 3 gathers blocks twice.
         blocks = sum(size for unit, size in units.items() if "layers" in unit)
@@ -45,12 +41,6 @@ def test_step_moves_the_weights_twice_and_at_stage_3_three_times(
         assert moved["reduce_scatter"] == total
         assert moved["all_gather"] == gathered
         assert moved["all_reduce"] < 2048  # the norm, of a few fp64 values for each vector
-
-
-def test_memory_is_not_shared_without_memfd(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr("os.memfd_create")  # as on macOS
-
-    assert not can_share_memory(SELF_GROUP)
 
 
 def test_tree_sum_adds_adjacent_tensors_first() -> None:

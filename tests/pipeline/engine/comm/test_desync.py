@@ -12,12 +12,12 @@ from tests.distributed import rank, run_ranks
 from tests.pipeline.engine.test_stages import build, compute_loss, settings
 
 
-def run_swapped_engines(stage: int, shared_memory: bool, where: str) -> tuple[str, float, bool]:
+def run_swapped_engines(stage: int, where: str) -> tuple[str, float, bool]:
     """Use two engines of one model in opposite order on rank 1.
 
     Returns the error, the seconds until it was raised, and whether the weights are unchanged.
     """
-    config = settings(stage, max_norm=None, shared_memory=shared_memory)
+    config = settings(stage, max_norm=None)
     engines = [Engine(build("llama", "fp32"), config, total_steps=1) for _ in range(2)]
     masters = [master.clone() for engine in engines for master in engine.masters()]
     ordered = engines if rank() == 0 else engines[::-1]
@@ -43,18 +43,15 @@ def run_swapped_engines(stage: int, shared_memory: bool, where: str) -> tuple[st
 
 
 @pytest.mark.parametrize(
-    ("stage", "shared_memory", "where"),
+    ("stage", "where"),
     [
-        pytest.param(0, True, "update", id="shared memory"),
-        pytest.param(3, True, "update", id="shared memory at stage 3"),
-        pytest.param(0, False, "update", id="gloo"),
-        pytest.param(3, False, "forward", id="gloo, forward passes alone"),
+        pytest.param(0, "update", id="update"),
+        pytest.param(3, "update", id="update at stage 3"),
+        pytest.param(3, "forward", id="forward passes alone"),
     ],
 )
-def test_engines_in_different_order_raise_without_changing_weights(
-    stage: int, shared_memory: bool, where: str
-) -> None:
-    first, second = run_ranks(run_swapped_engines, stage, shared_memory, where)
+def test_engines_in_different_order_raise_without_changing_weights(stage: int, where: str) -> None:
+    first, second = run_ranks(run_swapped_engines, stage, where)
 
     for message, seconds, unchanged in (first, second):
         first_rank, _, second_rank = message.partition(" while rank ")
