@@ -304,7 +304,7 @@ class ZeroModel:
         if unit in next_units:
             for flat in next_units[unit].flats:
                 flat.start_read()
-            if self.comm.asynchronous:
+            if self.comm.gathers_ahead:
                 next_units[unit].start_gather()
         unit.gather()
 
@@ -330,13 +330,12 @@ class ZeroModel:
     def iter_gathered(self) -> Iterator[Unit]:
         """Yield every unit, with its weights gathered until the next one is requested.
 
-        If collectives are asynchronous, the next unit is prefetched. All processes must
-        iterate together.
+        On GPUs, the next unit is gathered ahead. All processes must iterate together.
         """
         self.check_ready()
         self.flush()
         already_gathered = {unit for unit in self.units if unit.gathered}
-        next_units = dict(pairwise(self.units)) if self.comm.asynchronous else {}
+        next_units = dict(pairwise(self.units)) if self.comm.gathers_ahead else {}
         try:
             for unit in self.units:
                 unit.start_gather()

@@ -63,8 +63,8 @@ class Collectives:
         self.owner = name
         """Name of the engine, for messages."""
         on_gpu = device.type == "cuda"
-        self.asynchronous = on_gpu
-        """Whether collectives overlap with computation, so that prefetching pays off."""
+        self.gathers_ahead = on_gpu
+        """Whether to gather the next weights during computation, which on CPUs uses its cores."""
         self._copy_stream = torch.cuda.Stream(device) if on_gpu else None
 
     def enter(self, kind: str, unit: str, num_bytes: int) -> None:
@@ -164,7 +164,6 @@ class GroupCollectives(Collectives):
         reduce_dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(device, name, group)
-        self.asynchronous = True
         self.reduce_dtype = reduce_dtype
         # gloo's reduce-scatter is several times slower than an all-to-all and a local sum.
         self.uses_all_to_all = deterministic or dist.get_backend(group.process_group) == "gloo"

@@ -24,7 +24,6 @@ class CollectivesOverCopies(Collectives):
     def __init__(self, device: torch.device, within: Collectives, across: Collectives) -> None:
         super().__init__(device, within.owner, within.group)
         self.copy_index, self.num_copies = across.rank, across.size
-        self.asynchronous = within.asynchronous
         self._within_copy, self._across_copies = within, across
         self._pool = BufferPool(across, device)
 
