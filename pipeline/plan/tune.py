@@ -13,7 +13,7 @@ import shutil
 import signal
 import statistics
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -75,15 +75,17 @@ def tune(plan: Plan) -> Plan:
     return plan
 
 
-@dataclass
 class _StepTuner:
     """Runs the tuning trials of one step and selects the fastest settings."""
 
-    plan: Plan
-    stage: Stage
-    trials: int = 0
-    first_speed: float = 0.0
-    """Tokens per second of the first successful trial."""
+    def __init__(self, plan: Plan, stage: Stage) -> None:
+        self.plan, self.stage = plan, stage
+        self._config = plan.configs[stage.name]
+        self._user_settings = plan.user_settings[stage.name]
+        self._out = plan.request.output_dir / AUTOTUNE
+        self.trials = 0
+        self.first_speed = 0.0
+        """Tokens per second of the first successful trial."""
 
     def run(self) -> Settings:
         """Return the settings of the fastest trial."""
@@ -117,22 +119,22 @@ class _StepTuner:
         """
         if "micro_batch_size" in self._user_settings:
             return settings, speed
-        larger = self._scale(settings, speed, factor=2)
-        return larger if larger[1] > speed else self._scale(settings, speed, factor=0.5)
-
-    def _scale(self, settings: Settings, speed: float, *, factor: float) -> tuple[Settings, float]:
-        """Scale the micro-batch by `factor` while that is faster; return the settings and speed."""
         base = replace_settings(self._config, settings)
         max_size = -(-base.batch_size // base.workload(self.plan.machine.world).data_processes)
-        best, size = settings, base.micro_batch_size
-        while size * factor >= 1 and (factor < 1 or size < max_size):
-            size = int(size * factor)
-            new_speed = self._measure({**settings, "micro_batch_size": size})
-            if new_speed < MIN_SPEEDUP * speed:
+        best, best_speed = settings, speed
+        for factor in (2, 0.5):
+            size = base.micro_batch_size
+            while size * factor >= 1 and (factor < 1 or size < max_size):
+                size = int(size * factor)
+                candidate = {**settings, "micro_batch_size": size}
+                new_speed = self._measure(candidate)
+                if new_speed < MIN_SPEEDUP * best_speed:
+                    break
+                if new_speed:
+                    best, best_speed = candidate, new_speed
+            if best_speed > speed:
                 break
-            if new_speed:
-                best, speed = {**settings, "micro_batch_size": size}, new_speed
-        return best, speed
+        return best, best_speed
 
     def _alternatives(self) -> Iterator[Settings]:
         """Yield settings that toggle gradient checkpointing, or use each other ZeRO stage."""
@@ -144,19 +146,6 @@ class _StepTuner:
             settings = for_models(self._config, option)
             if not self._user_settings & settings.keys():
                 yield settings
-
-    @property
-    def _user_settings(self) -> frozenset[str]:
-        """Dotted names of the settings given by the user."""
-        return self.plan.user_settings[self.stage.name]
-
-    @property
-    def _config(self) -> StepConfig:
-        return self.plan.configs[self.stage.name]
-
-    @property
-    def _out(self) -> Path:
-        return self.plan.request.output_dir / AUTOTUNE
 
     def _measure(self, settings: Settings) -> float:
         """Return a trial's tokens per second, or 0 if it failed or its settings can't be used.
