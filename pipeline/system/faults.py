@@ -3,8 +3,8 @@
     FAULT=checkpoint.mid_file:*:2:kill,checkpoint.before_latest:0:1:sleep-200
 
 Each fault is `<point>:<rank>:<nth>:<action>`: on that rank (`*`: all ranks), the nth call of
-`fault_point(point)` fails. Actions are kill (SIGKILL), exit (immediately, with code 1), hang,
-sleep-<ms>, raise (RuntimeError), and enospc and eio (the OSError of a full or broken disk).
+`fault_point(point)` fails. Actions are kill (SIGKILL), hang, sleep-<ms>, and enospc and eio (the
+OSError of a full or broken disk).
 """
 
 import errno
@@ -24,7 +24,7 @@ def fault_point(point: str) -> None:
     """Fail here if `FAULT` names this point and call.
 
     Raises:
-        RuntimeError, OSError: the requested fault.
+        OSError: the requested fault.
     """
     if not _faults:
         return
@@ -40,13 +40,9 @@ def _fail(point: str, action: str) -> None:
     match action:
         case "kill":
             os.kill(os.getpid(), signal.SIGKILL)
-        case "exit":
-            os._exit(1)
         case "hang":
             os.write(sys.stderr.fileno(), f"{point} hangs\n".encode())
             threading.Event().wait()
-        case "raise":
-            raise RuntimeError(f"a fault was requested at {point}")
         case "enospc" | "eio":
             number = getattr(errno, action.upper())
             raise OSError(number, os.strerror(number))
