@@ -42,9 +42,9 @@ def test_autotune_survives_a_killed_trial_and_prints_settings(tmp_path: Path) ->
             time.sleep(0.05)
         find_workers(job.process.pid)[0].kill()
         assert job.wait(300) == 0, job.output()
+        assert "the fastest settings: " in job.output()
 
     lines = (out / "autotune" / "trials.jsonl").read_text().splitlines()
     outcomes = [json.loads(line)["outcome"] for line in lines]
     assert outcomes[0] == "measured"
     assert outcomes[1] != "measured"
-    assert "the fastest settings: " in job.output()
