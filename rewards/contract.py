@@ -4,7 +4,6 @@ None is not a failure: a source returns None if it does not apply to a row, whil
 message. Neither counts as 0.
 """
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -103,8 +102,8 @@ def parse_outcome(result: object) -> Outcome:
         return Outcome.failed(
             f"it returned {describe_value(result)}, which is not a number: {error}"
         )
-    if not math.isfinite(number):
-        return Outcome.failed(f"it returned {number}, which is not finite")
+    if not abs(number) < 2.0**128:  # also NaN
+        return Outcome.failed(f"it returned {number}, which is not finite in fp32")
     return Outcome(number)
 
 

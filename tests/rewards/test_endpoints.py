@@ -100,7 +100,7 @@ def test_remote_service_receives_openrlhf_format_and_null_means_no_reward() -> N
         ({"rewards": ["1", "1"]}, "it returned str '1' instead of a number or None"),
         (b"<html>", "returned invalid JSON: <html>"),
         (b"[" * 10_000, "returned invalid JSON: [["),
-        (b'{"rewards": [NaN, NaN]}', "it returned nan, which is not finite"),
+        (b'{"rewards": [NaN, NaN]}', "it returned nan, which is not finite in fp32"),
     ],
 )
 def test_invalid_reply_fails_all_episodes(reply: object, message: str) -> None:

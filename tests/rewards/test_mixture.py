@@ -71,8 +71,9 @@ def test_result_that_is_not_a_number_fails_only_its_response() -> None:
         "'0.5'": "it returned str '0.5' instead of a number or None",
         "[1]": "it returned list [1] instead of a number or None",
         "{'value': 1}": "it returned dict {'value': 1} instead of a number or None",
-        "float('nan')": "it returned nan, which is not finite",
-        "float('-inf')": "it returned -inf, which is not finite",
+        "float('nan')": "it returned nan, which is not finite in fp32",
+        "float('-inf')": "it returned -inf, which is not finite in fp32",
+        "1e39": "it returned 1e+39, which is not finite in fp32",
         "1 / 0": "the call raised ZeroDivisionError: division by zero",
         "exit(3)": "the call terminated its process with exit code 3",
     }

@@ -155,7 +155,7 @@ FAILURES = {
     "exit": "step terminated its process with exit code 3",
     "text": "step returned str 'higher', not a list of messages",
     "assistant": "step returned an assistant message|must return messages that end with",
-    "nan": "it returned nan, which is not finite",
+    "nan": "it returned nan, which is not finite in fp32",
     "word": "it returned str 'good' instead",
 }
 """Faults of an environment and their error messages."""
