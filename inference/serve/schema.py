@@ -121,8 +121,7 @@ class SamplingFields(StrictModel):
     @property
     def stops(self) -> tuple[str, ...]:
         """Stop strings; a response ends before the first one."""
-        values = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        return tuple(filter(None, values))
+        return tuple(filter(None, [self.stop] if isinstance(self.stop, str) else self.stop or []))
 
     @property
     def wants_usage(self) -> bool:
@@ -270,10 +269,14 @@ def read_request(kind: type[T], body: Mapping[str, Any]) -> tuple[T, str]:
 
 
 def _to_api_error(error: ValidationError) -> ApiError:
-    """Return the first error, as a sentence that begins with the field's name."""
-    first = error.errors(include_url=False, include_input=False, include_context=False)[0]
-    loc = [part for part in first["loc"] if part not in TYPE_SUFFIXES]
-    path = [part for part in loc if isinstance(part, int) or part.isidentifier()]
+    """Return the first error, as a sentence that begins with the field's name.
+
+    If the field may have several types, the error of a type that the value has is preferred.
+    """
+    errors = error.errors(include_url=False, include_input=False, include_context=False)
+    field = [item for item in errors if item["loc"][:1] == errors[0]["loc"][:1]]
+    first = min(field, key=lambda item: item["type"].endswith("_type"))
+    path = [p for p in first["loc"] if re.fullmatch(r"\w+", str(p)) and p not in TYPE_SUFFIXES]
     name = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
     name = name.lstrip(".")[:100] or "body"
     message = first["msg"].removeprefix("Value error, ")

@@ -54,7 +54,9 @@ def completion_texts(server: LiveServer, **fields: Any) -> list[str]:
         (COMPLETIONS, {"prompt": "Hi", "max_tokens": 0}, "max_tokens"),
         (COMPLETIONS, {"prompt": "Hi", "max_tokens": 5, "min_tokens": 6}, "min_tokens"),
         (COMPLETIONS, {"prompt": "Hi", "logit_bias": {"100000": 1}}, "logit_bias"),
+        (COMPLETIONS, {"prompt": "Hi", "stop": ["a"] * 17}, "stop"),
         (CHAT, {"messages": []}, "messages"),
+        (CHAT, {"messages": [TURN | {"content": [{"type": "image_url"}]}]}, "messages"),
         (CHAT, {"messages": [TURN, TOOL_CALLS, TURN]}, "messages"),
         (CHAT, {"messages": DIALOGUE}, "messages"),
         (CHAT, {"messages": DIALOGUE[1:], "continue_final_message": True}, "messages"),
@@ -84,7 +86,7 @@ def test_invalid_request_names_its_field(
 
     assert (response.status, response.error["param"]) == (400, param)
     assert response.error["type"] == "invalid_request_error"
-    assert len(response.error["message"]) > len(param or "")
+    assert "should be a valid" not in response.error["message"]  # no type is wrong
 
 
 def test_prompt_and_response_must_fit_in_the_context(server: LiveServer) -> None:
@@ -94,8 +96,7 @@ def test_prompt_and_response_must_fit_in_the_context(server: LiveServer) -> None
     assert len(completion_texts(server, prompt=prompt, max_tokens=3)) == 1
     for offset, tokens in (-3, 4), (0, 1), (1, None):
         body = {"prompt": [5] * (served.context + offset), "max_tokens": tokens}
-        error = post(server, COMPLETIONS, body).error
-        assert error["code"] == "context_length_exceeded"
+        assert post(server, COMPLETIONS, body).error["code"] == "context_length_exceeded"
     full = {"prompt": [5] * served.context, "max_tokens": 0, "echo": True}
     assert post(server, COMPLETIONS, full).status == 200
     assert post(server, COMPLETIONS, full | {"prompt": [5] * (served.context + 1)}).status == 400
@@ -164,9 +165,7 @@ def test_reported_log_probabilities_have_a_lower_bound() -> None:
 
     (entry,), logprobs = response["logprobs"]["content"], completion["logprobs"]
     assert [top["logprob"] for top in entry["top_logprobs"]] == [0.0, MIN_LOGPROB]
-    assert [sorted(top.values()) for top in logprobs["top_logprobs"][1:]] == [
-        [MIN_LOGPROB, 0.0]
-    ] * 3
+    assert [sorted(t.values()) for t in logprobs["top_logprobs"][1:]] == [[MIN_LOGPROB, 0.0]] * 3
     assert logprobs["token_logprobs"][1:] == [MIN_LOGPROB, 0.0, 0.0]
 
 
@@ -186,9 +185,8 @@ def test_ratings_are_appended_counted_and_undone(server: LiveServer) -> None:
 
     summary = get(server, "/api/ratings/summary").json
     assert (summary["path"], summary["ratings"], summary["pairs"]) == ("ratings.jsonl", 4, 2)
-    for expected in (200, 404):
-        rating_id = ids[0] if expected == 200 else "none"
-        assert post(server, "/api/ratings/undo", {"id": rating_id}).status == expected
+    for rating_id, status in (ids[0], 200), ("none", 404):
+        assert post(server, "/api/ratings/undo", {"id": rating_id}).status == status
     assert get(server, "/api/ratings/summary").json["ratings"] == 3
     assert server.state.ratings is not None
     lines = read_ratings(server.state.ratings.path)
@@ -199,8 +197,7 @@ def test_ratings_are_appended_counted_and_undone(server: LiveServer) -> None:
 
 def test_unknown_paths_and_disabled_features_return_404(server: LiveServer) -> None:
     info = get(server, "/api/server").json
-    features = {"reward": False, "ratings": True}
-    assert info == {"models": [{"id": "tiny"}], "max_tokens": 5, **features}
+    assert info == {"models": [{"id": "tiny"}], "max_tokens": 5, "reward": False, "ratings": True}
     types = {"/": "text/html", "/page/app.js": "text/javascript", "/page/style.css": "text/css"}
     for path, content_type in types.items():
         assert get(server, path).headers["content-type"].startswith(content_type)
