@@ -392,7 +392,7 @@ def _suggest_key(name: str) -> str:
     """Suggest the key that was probably meant."""
     known, last = [*SUPPORTED, *SECTIONS], name.rpartition(".")[2]
     same_name = [key for key in known if key.rpartition(".")[2] == last]
-    matches = same_name[:2] or difflib.get_close_matches(name, known, 1, 0.75)
+    matches = same_name[:2] or difflib.get_close_matches(name, known, 2, 0.78)
     if matches:
         return f"did you mean {' or '.join(matches)}?"
     return "remove it (docs/deepspeed.md lists the supported keys)"

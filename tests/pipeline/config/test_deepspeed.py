@@ -188,6 +188,7 @@ def test_schedules_use_deepspeed_defaults(
     [
         ({"zero_optimization": {"stge": 2}}, "zero_optimization.stge in FILE is not supported"),
         ({"stage": 2}, "did you mean zero_optimization.stage"),
+        ({"zero_optimization": {"cpu_offload": True}}, "or zero_optimization.offload_optimizer?"),
         ({"fp16": "yes"}, "fp16 in FILE must be an object"),
         ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "both true; keep one"),
         ({"train_batch_size": 0}, "train_batch_size in FILE must be a positive integer"),
