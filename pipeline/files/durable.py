@@ -86,9 +86,7 @@ def check_writable(path: Path, *inputs: str | Path, option: str) -> None:
     sources = [Path(file).expanduser().resolve() for file in inputs]
     require(path.resolve() not in sources, f"{option} {path} is also an input; pass another name")
     require(not path.is_dir(), f"{option} {path} is a directory; pass a file name")
-    ancestor = path.absolute().parent
-    while not ancestor.exists():
-        ancestor = ancestor.parent
+    ancestor = next(parent for parent in path.absolute().parents if parent.exists())
     problem = f"{option} {path} can't be written: {ancestor} is"
     require(ancestor.is_dir(), f"{problem} a file")
     require(os.access(ancestor, os.W_OK | os.X_OK), f"{problem} not writable")
@@ -114,8 +112,10 @@ def write_output(texts: Mapping[Path, str], *, option: str) -> None:
         for directory in {path.parent for path in texts}:
             sync(directory)
     except OSError as error:
-        reason = error.strerror or error
-        raise ConfigError(f"{option} {path} can't be written: {reason}") from error
+        for partial in partial_paths.values():  # a full disk needs the space
+            with suppress(OSError):
+                partial.unlink()
+        raise ConfigError(f"{option} {path} can't be written: {error.strerror or error}") from error
 
 
 def json_lines(rows: Iterable[Mapping[str, Any]]) -> str:

@@ -45,6 +45,7 @@ def test_failure_of_one_file_changes_no_other(tmp_path: Path) -> None:
         write_output({tmp_path / "a": "new", tmp_path / "b": "new"}, option="--out")
 
     assert (tmp_path / "a").read_text() == "old"
+    assert not (tmp_path / "a.partial").exists()
 
 
 def test_check_writable_raises_for_unwritable_paths(
