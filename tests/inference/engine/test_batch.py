@@ -181,6 +181,18 @@ def test_invalid_request_is_rejected(
     assert not batch.busy
 
 
+def test_penalties_count_the_tokens_of_the_response_only(llama: PreTrainedModel) -> None:
+    plain = run_alone(llama, make_request(0, Sampler(temperature=0.0, seed=0))).ids
+    assert plain[-1] in plain[:-1]
+    sampler = Sampler(temperature=0.0, seed=0, frequency_penalty=100.0)
+    request = Request((*PROMPTS[0], *plain[:-1]), sampler, key=0, max_new_tokens=8)
+
+    penalized = run_alone(llama, request).ids
+
+    assert penalized[0] == plain[-1]
+    assert len(set(penalized)) == 8
+
+
 def test_reported_logprobs_are_at_temperature_1(llama: PreTrainedModel) -> None:
     """Neither the sampler's changes to the logits nor rows without reports affect them."""
     batch = open_batch(llama)

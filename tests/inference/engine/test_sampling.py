@@ -106,6 +106,18 @@ def test_temperature_0_is_greedy_and_reports_logprobs_at_temperature_1() -> None
     assert logprobs == pytest.approx([3 - normalizers[0], 2 - normalizers[1]])
 
 
+def test_presence_and_frequency_penalties_follow_openais_formula() -> None:
+    responses = [[], [0, 0, 1], [0] * 4 + [1], [0] * 4]
+    logits = torch.tensor([[3.0, 2.0, 1.5]]).expand(4, -1)
+
+    greedy = Sampler(temperature=0.0, seed=0, presence_penalty=0.5, frequency_penalty=0.3)
+    tokens, logprobs = greedy(logits, range(4), 5, responses=responses)
+
+    # Third response: 3 - 0.5 - 4 * 0.3 = 1.3, 2 - 0.5 - 0.3 = 1.2, 1.5.
+    assert tokens == [0, 0, 2, 1]
+    assert logprobs == pytest.approx(logits[0].log_softmax(-1)[tokens].tolist())  # no penalties
+
+
 HISTORY = [3, 3, 0, 7]
 
 
