@@ -10,6 +10,8 @@ import pytest
 from evaluation.winrate import WinrateConfig, compare_models, main
 from inference.reward_model import score_responses
 from pipeline.data.examples import Example, Message
+from pipeline.models.hf.chat import check_ready
+from pipeline.system.errors import ModelError
 from rewards.sampling import sample_responses
 from tests.families import export_reward, save_base
 from tests.pipeline.data.tokenizers import byte_level
@@ -96,6 +98,8 @@ def test_reward_model_judge_prefers_higher_scores(inputs: Path) -> None:
 
     (match,) = compare_models(responses, config)
 
+    with pytest.raises(ModelError, match="can't generate text"):  # before any model responds
+        check_ready(str(inputs / "reward"))
     scores = [
         np.array(score_responses(str(inputs / "reward"), [(e.prompt, e.response) for e in run]))
         for run in responses

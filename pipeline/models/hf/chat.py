@@ -108,7 +108,7 @@ def check_ready(path: str, examples: Iterable[Example] = (), *, reward_model: bo
     """
     local = None if path == EMBEDDED else local_directory(path)
     if local is not None:
-        check_model_directory(local)
+        check_model_directory(local, generates=not reward_model)
         architectures = check_configuration(local).get("architectures") or ["unknown"]
         if reward_model and not is_sequence_classifier(architectures):
             problem = f"is not a reward model ({', '.join(architectures)}): it has no score head"
