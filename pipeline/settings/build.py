@@ -151,6 +151,7 @@ def get_type(config_class: type, name: str) -> object:
 
 
 _adapter = functools.cache(TypeAdapter)
+_NOT_FINITE = re.compile(r"[+-]?(inf|infinity|nan)", re.IGNORECASE)
 
 
 def _section_values(value: object) -> dict[str, Any]:
@@ -172,11 +173,14 @@ def _normalize_value(kind: object, value: object, name: str, source: str) -> obj
     """Convert a value to its setting's type: an item to a list, a date to text, `~/` to a path.
 
     Raises:
-        ConfigError: a number is given as a boolean; YAML reads yes, no, on and off as booleans.
+        ConfigError: a number is infinite, NaN or given as a boolean; YAML reads yes, no, on and off
+            as booleans.
     """
     item_class = items_class(kind)
+    choices = typing.get_args(without_none(kind)) or (without_none(kind),)
+    if float in choices and _NOT_FINITE.fullmatch(str(value)):
+        raise ConfigError(f"{name}{source} must be a finite number, got {value}")
     if isinstance(value, bool):
-        choices = typing.get_args(without_none(kind)) or (without_none(kind),)
         types = {choice if isinstance(choice, type) else type(choice) for choice in choices}
         if not value and "off" in choices:
             return "off"
@@ -191,6 +195,8 @@ def _normalize_value(kind: object, value: object, name: str, source: str) -> obj
         return _parse_list(without_none(kind), [value]) if isinstance(value, str) else [value]
     if without_none(kind) is Path and isinstance(value, str) and value.startswith("~"):
         return Path(value).expanduser()
+    if typing.get_origin(without_none(kind)) is typing.Literal and isinstance(value, str):
+        return {str(choice): choice for choice in choices}.get(value, value)
     return str(value) if isinstance(value, date) else value
 
 
@@ -236,11 +242,9 @@ def _parse_scalar(kind: object, arguments: list[str], option: str) -> object:
     if len(arguments) != 1:
         got = f"got {len(arguments)}: {' '.join(arguments)}" if arguments else "got none"
         raise ConfigError(f"{option} takes one value, {got}")
-    (text,), type_args = arguments, typing.get_args(kind)
-    if typing.get_origin(kind) is typing.Literal:
-        return {str(choice): choice for choice in type_args}.get(text, text)
+    (text,) = arguments
     # save_every accepts 100 or 2h; an untyped mapping accepts true, 3 or a word.
-    return _parse_yaml(text) if int in type_args or kind in (object, Any) else text
+    return _parse_yaml(text) if int in typing.get_args(kind) or kind in (object, Any) else text
 
 
 def _parse_yaml(text: str) -> object:

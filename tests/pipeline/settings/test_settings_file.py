@@ -17,7 +17,8 @@ MESSAGES = (
     ("model.optim.lr: 1", "there is no setting model.optim.lr in {}; nest the sections"),
     ("lr: 1", "there is no setting lr in {}; did you mean model.lora.lr or model.optim.lr?"),
     ("model: {optim: {lr: fast}}", "model.optim.lr in {} must be a number, got fast"),
-    ("epochs: .inf", "epochs in {} must be positive and finite, got inf"),
+    ("epochs: .inf", "epochs in {} must be a finite number, got inf"),
+    ("model: {optim: {lr: '-Infinity'}}", "model.optim.lr in {} must be a finite number, got -"),
     ("max_steps: on", "max_steps in {} must be a number, got True"),
     ("model: {zero_stage: true}", "model.zero_stage in {} must be a number, got True"),
     ("seed: null", "seed in {} must be an integer, got null"),
@@ -37,13 +38,16 @@ def test_error_names_the_settings_file_and_line(tmp_path: Path, text: str, messa
     assert message.replace("{}", str(file)) in str(error.value)
 
 
-def test_off_is_text_and_an_empty_mapping_takes_entries(
+def test_off_and_numbers_in_quotes_are_values_and_an_empty_mapping_takes_entries(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
-    (tmp_path / "my.yaml").write_text("output_dir: ~/x\nmodel: {kernels: off}\ndata:\n  fields:\n")
+    (tmp_path / "my.yaml").write_text(
+        "output_dir: ~/x\nmodel: {kernels: off, zero_stage: '2'}\ndata:\n  fields:\n"
+    )
 
     config = parse_step(SFTConfig, ["--config=~/my.yaml", "--data.fields.prompt", "q"])
 
     assert (config.model.kernels, config.data.fields) == ("off", {"prompt": "q"})
+    assert config.model.zero_stage == 2
     assert config.output_dir == tmp_path / "x"
