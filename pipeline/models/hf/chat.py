@@ -1,6 +1,7 @@
 """A model's tokenizer and chat format."""
 
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
@@ -114,7 +115,10 @@ def check_ready(path: str, examples: Iterable[Example] = (), *, reward_model: bo
             problem = f"is not a reward model ({', '.join(architectures)}): it has no score head"
             raise ModelError(f"{path} {problem}; use step 2's output")
     chat = resolve_format(load_tokenizer(FrozenModelConfig(path=path)), "auto")
-    limit = None if local is None or reward_model else _context_length(str(local))
+    limit: int | None = None
+    if local is not None and not reward_model:
+        with suppress(OSError, ValueError, KeyError):  # loading the model reports the error
+            limit = max_positions(AutoConfig.from_pretrained(local))
     for example in examples:
         num_tokens = len(chat.encode_prompt(example.prompt, origin=example.origin))
         if limit is not None and num_tokens >= limit:
@@ -122,11 +126,3 @@ def check_ready(path: str, examples: Iterable[Example] = (), *, reward_model: bo
                 f"{example.origin}: the prompt has {num_tokens} tokens, but the context of the"
                 f" model {path} is {limit}, including the response; shorten the prompt"
             )
-
-
-def _context_length(path: str) -> int | None:
-    try:
-        settings = AutoConfig.from_pretrained(path)
-    except (OSError, ValueError, KeyError):  # loading the model reports the error
-        return None
-    return max_positions(settings)
