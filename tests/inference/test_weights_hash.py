@@ -4,8 +4,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from inference.replica import weights_hash
+from inference.replica import sum_bits, weights_hash
 from pipeline.config import FrozenModelConfig, LoraConfig, Precision, TrainedModelConfig
 from pipeline.demo.model import build_tokenizer
 from pipeline.models.hf.export import export
@@ -13,6 +14,16 @@ from pipeline.models.hf.load import load_causal_lm
 from tests.distributed import run_ranks
 from tests.families import save_to, tiny_causal_lm
 from tests.inference.actors import CPU, LORA, Actor
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_sums_of_shards_that_split_words_add_up_to_that_of_the_weight(dtype: torch.dtype) -> None:
+    weight = torch.randn(3, 11, generator=torch.Generator().manual_seed(0)).to(dtype)
+
+    parts = [sum_bits(weight[:, :5]), sum_bits(weight[:, 5:], first=5)]
+
+    assert sum(parts) == sum_bits(weight)
+    assert sum_bits(torch.ones(1, dtype=torch.bfloat16), first=1) == 0x3F80 << 16
 
 
 def hash_updates(path: str, tp_size: int, stage: int, lora: LoraConfig | None) -> list[int]:

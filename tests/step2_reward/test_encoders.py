@@ -19,9 +19,11 @@ from transformers import (
 )
 
 from inference.reward_model import score_responses
-from pipeline.config import LoraConfig
+from pipeline.config import FrozenModelConfig, LoraConfig
 from pipeline.data.chat.resolve_format import resolve_format
-from pipeline.data.examples import Message
+from pipeline.data.examples import Example, Message
+from pipeline.models.hf.load import load_tokenizer
+from step2_reward.rows import encode_dialogue
 from step2_reward.train import train
 from tests.step2_reward.labeled import make_config, make_rows, write_csv
 
@@ -56,6 +58,17 @@ def save_bert(directory: Path) -> Path:
     torch.manual_seed(0)
     BertForMaskedLM(settings).save_pretrained(directory)
     return directory
+
+
+def test_long_dialogue_keeps_its_first_token_and_its_end(tmp_path: Path) -> None:
+    chat = resolve_format(load_tokenizer(FrozenModelConfig(path=str(save_bert(tmp_path)))), "auto")
+    prompt, response = (Message("user", "3 + 4"),), (Message("assistant", "it is 7"),)
+
+    ids = encode_dialogue(chat, Example(prompt), response, max_length=5).input_ids
+
+    full = chat.encode(prompt, response).input_ids
+    assert len(full) > 6
+    assert ids == [2, *full[-4:]]
 
 
 @pytest.mark.parametrize("lora", [None, LoraConfig(rank=4, lr=0.01)])

@@ -154,6 +154,16 @@ def test_llama_3_rope_factors_scale_only_long_wavelengths(tmp_path: Path) -> Non
     assert factors[-1] == pytest.approx(8)  # 2 pi 10000^(62/64) positions, more than 8192
 
 
+def test_linear_rope_scaling_is_written_to_the_metadata(tmp_path: Path) -> None:
+    rope = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
+    save_model(tmp_path / "model", "llama", rope_parameters=rope)
+
+    reader = export(tmp_path / "model", tmp_path / "out")
+
+    assert read_field(reader, "llama.rope.scaling.type") == "linear"
+    assert read_field(reader, "llama.rope.scaling.factor") == 4.0
+
+
 @pytest.mark.parametrize("name", PATTERNS)
 def test_pre_tokenizer_is_detected_from_tokens_of_sample_texts(name: str) -> None:
     state = json.loads(byte_level().backend_tokenizer.to_str())
