@@ -115,7 +115,7 @@ from pipeline.kernels.gpu import Gpu
 
 gpu = object.__new__(Gpu)  # stands in for the GPU that this machine lacks
 gpu.capability = int(sys.argv[1])
-for name in ("adamw", "decode_attention", "sampling"):
+for name in ("adamw", "cache_append", "decode_attention", "sampling"):
     for defines in import_module(f"tests.pipeline.kernels.{name}.cases").SPECIALIZATIONS:
         gpu._get_cubin(name, defines)
 END

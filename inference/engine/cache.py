@@ -19,6 +19,8 @@ from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
 from inference.tensor_parallel import get_local_kv_heads
+from pipeline.kernels.cache_append import append_
+from pipeline.kernels.cache_append import find_kernel as append_kernel_for
 from pipeline.kernels.decode_attention import (
     PAGE,
     AttentionSpec,
@@ -80,10 +82,15 @@ class PagedCache(Cache):
             for stored, new in ((self.keys, key_states), (self.values, value_states)):
                 stored.append(new_zeros(new, self.num_pages, new.shape[1], PAGE, new.shape[3]))
         keys, values = self.keys[layer_idx], self.values[layer_idx]
-        rows = self._select_rows(keys.shape[1])
-        for stored, new in ((keys, key_states[0]), (values, value_states[0])):
-            size = stored.shape[-1]
-            stored.view(-1, size).index_copy_(0, rows, new.transpose(0, 1).reshape(-1, size))
+        states = (key_states[0], value_states[0])
+        gpu = append_kernel_for((keys, values), states)
+        if gpu is not None:
+            append_((keys, values), states, self._indices, gpu=gpu)
+        else:
+            rows = self._select_rows(keys.shape[1])
+            for stored, new in zip((keys, values), states, strict=True):
+                size = stored.shape[-1]
+                stored.view(-1, size).index_copy_(0, rows, new.transpose(0, 1).reshape(-1, size))
         return (keys, values) if self._reads_pages else (key_states, value_states)
 
     def _select_rows(self, num_heads: int) -> Int[Tensor, " R"]:

@@ -8,7 +8,7 @@ import torch
 
 from tests.pipeline.kernels.emulator.emulated import Emulator
 
-OPERATORS = ("adamw", "decode_attention", "sampling")
+OPERATORS = ("adamw", "cache_append", "decode_attention", "sampling")
 
 CASES = {name: import_module(f"tests.pipeline.kernels.{name}.cases") for name in OPERATORS}
 

@@ -59,5 +59,7 @@ def test_generation_is_the_same_with_and_without_kernels(
     # The engine looks for the sampler and for attention, and then the operators themselves do.
     passes = requested.count("sampling") // 2
     assert passes >= 8
+    # Prefill appends to the cache without sampling.
+    assert requested.count("cache_append") >= passes * model.config.num_hidden_layers
     assert requested.count("decode_attention") >= 2 * 7 * model.config.num_hidden_layers
     assert requested[-1] == "sampling"
