@@ -67,12 +67,12 @@ def distinct_words(responses: Sequence[str]) -> list[float]:
 
 
 def reward_episodes(episodes: Sequence[Any]) -> list[float]:
-    """Reward episodes as our reward sources do."""
+    """`distinct_words` as a reward source."""
     return distinct_words([episode.response for episode in episodes])
 
 
 def reward_completions(completions: Sequence[str], **_: object) -> list[float]:
-    """Reward completions as TRL's reward functions do."""
+    """`distinct_words` as a TRL reward function."""
     return distinct_words(completions)
 
 

@@ -172,7 +172,7 @@ def _exit_code(wait_status: int) -> int:
 
 
 def _prepare(job: dict) -> None:
-    """Put the program's files into an empty directory, and make everything else read-only."""
+    """Write the program's files to an empty directory; if isolated, the rest is read-only."""
     directory = job["directory"]
     if job["isolated"]:
         _write("/proc/sys/user/max_user_namespaces", "0")

@@ -27,4 +27,4 @@ class TeacherTokens:
             or not np.isfinite(self.top_logprobs).all()
             or np.exp(self.top_logprobs).sum(axis=1).max() > 1.001
         ):
-            raise ValueError("not the most likely tokens at each position")
+            raise ValueError("invalid token ids or log-probabilities")

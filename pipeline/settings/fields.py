@@ -103,13 +103,13 @@ def did_you_mean(
 
 
 def section_class(kind: object) -> type | None:
-    """Return the dataclass `X` in `X` or `X | None`, or None for other types."""
+    """Return `X` if the type is a dataclass `X` or `X | None`, else None."""
     kind = without_none(kind)
     return kind if isinstance(kind, type) and dataclasses.is_dataclass(kind) else None
 
 
 def items_class(kind: object) -> type | None:
-    """Return the dataclass `X` in `tuple[X, ...]`, or None for other types."""
+    """Return `X` if the type is `tuple[X, ...]` of a dataclass `X`, else None."""
     first, *rest = typing.get_args(kind) or (None,)
     is_list = typing.get_origin(kind) is tuple and rest == [...]
     return section_class(first) if is_list else None

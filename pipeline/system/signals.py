@@ -80,7 +80,7 @@ class StopSignals:
         self.received = self.received or signal.Signals(number)
 
     def _listen(self) -> None:
-        """Read, in another thread, the signal numbers that the system writes."""
+        """Read signal numbers from the wakeup pipe in a separate thread."""
         while (number := os.read(self._read_end, 1)) != STOP_BYTE:
             if number[0] in self._previous_handlers:
                 self._handle(signal.Signals(number[0]))

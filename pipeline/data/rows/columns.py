@@ -333,7 +333,7 @@ def read_prompt(row: Row, name: str = "prompt") -> Turns:
         return turns
     *before, prefill = turns
     if prefill.calls or (prefill.reasoning and is_empty(prefill)):
-        raise SkipRow("whose prompt ends with reasoning or a tool call alone")
+        raise SkipRow("whose prompt ends with a tool call or only reasoning")
     if is_empty(prefill):
         return tuple(before)
     row.remarks.add("the prompt ends with an assistant turn, which the response continues")

@@ -173,7 +173,7 @@ def bare_name(spec: str) -> str:
 
 
 def is_local_jsonfile(name: str) -> bool:
-    """Return whether a data path means `LOCAL_JSONFILE`; a file of that name takes precedence."""
+    """Return whether a data path is `local/jsonfile` and no file or directory has that name."""
     return name == "local/jsonfile" and not Path(name).exists()
 
 

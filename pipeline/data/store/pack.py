@@ -178,7 +178,7 @@ def _join(pieces: Sequence[Piece], vocabulary: Vocabulary, out: Path, bad_rows: 
                 writer.append(content["ids"], content["lengths"])
                 num_documents += len(content["lengths"])
         if not num_documents:
-            raise DataError(f"neither {pieces[0].source} nor any other file has a row with text")
+            raise DataError(f"no file has a row with text (first file: {pieces[0].source})")
         return writer.finish(Origin(vocabulary.name, vocabulary.hash, bad_rows))
 
 
