@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from pipeline.config import StepConfig
 from step3_ppo.config import PPOConfig
 from step3_ppo.guard_settings import GuardConfig
 from step3_preference.config import GuardConfig as PreferenceGuard
@@ -72,21 +73,22 @@ def test_each_rollback_halves_the_learning_rate_and_resamples(ppo_reference: Pat
     assert result["guards"] == actions
 
 
+def check_resumed(config: StepConfig, reference: Path, *, kill: tuple[str, int]) -> None:
+    """Kill a run when it reaches a point for the n-th time; resume and compare it."""
+    with Forked(config, fault="{}:0:{}:kill".format(*kill)) as job:
+        assert job.wait()[0] == -9
+    assert run_forked(replace(config, resume=True)) == [0, 0]
+
+    for read in (read_metrics, read_exported, read_outcome):
+        assert read(config.output_dir) == read(reference)
+
+
 @pytest.mark.faults
 @pytest.mark.parametrize(("point", "count"), POINTS)
 def test_ppo_killed_during_rollback_resumes_bitwise(
     point: str, count: int, inputs: Path, ppo_reference: Path, tmp_path: Path
 ) -> None:
-    config = ppo_config(inputs, tmp_path)
-    with Forked(config, fault=f"{point}:0:{count}:kill") as job:
-        codes = job.wait()
-    assert codes[0] == -9
-
-    assert run_forked(replace(config, resume=True)) == [0, 0]
-
-    assert read_metrics(tmp_path) == read_metrics(ppo_reference)
-    assert read_exported(tmp_path) == read_exported(ppo_reference)
-    assert read_outcome(tmp_path) == read_outcome(ppo_reference)
+    check_resumed(ppo_config(inputs, tmp_path), ppo_reference, kill=(point, count))
 
 
 @pytest.fixture(scope="module")
@@ -111,16 +113,7 @@ def dpo_config(toy: Path, out: Path) -> PreferenceConfig:
 def test_dpo_killed_during_rollback_resumes_bitwise(
     point: str, count: int, toy: Path, dpo_reference: Path, tmp_path: Path
 ) -> None:
-    config = dpo_config(toy, tmp_path)
-    with Forked(config, fault=f"{point}:0:{count}:kill") as job:
-        codes = job.wait()
-    assert codes[0] == -9
-
-    assert run_forked(replace(config, resume=True)) == [0, 0]
-
-    assert read_metrics(tmp_path) == read_metrics(dpo_reference)
-    assert read_exported(tmp_path) == read_exported(dpo_reference)
-    assert read_outcome(tmp_path) == read_outcome(dpo_reference)
+    check_resumed(dpo_config(toy, tmp_path), dpo_reference, kill=(point, count))
 
 
 def read_outcome(out: Path) -> tuple[list[str], Any]:

@@ -30,9 +30,7 @@ def count_moved_bytes(stage: int) -> tuple[dict[str, int], dict[str, int]]:
 
 
 @pytest.mark.parametrize("stage", range(4))
-def test_step_moves_the_weights_twice_and_at_stage_3_three_times(
-    stage: int,
-) -> None:
+def test_step_moves_the_weights_twice_and_at_stage_3_three_times(stage: int) -> None:
     for moved, units in run_ranks(count_moved_bytes, stage):
         total = sum(units.values())
         # Stage 0 gathers gradients, stages 1 and 2 weights; stage 3 gathers blocks twice.

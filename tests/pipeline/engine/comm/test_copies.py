@@ -20,11 +20,7 @@ Result = tuple[str, list[float]]
 def train(dtype: str, stage: int, *, copies: int) -> Result:
     """Train on two micro-batches per process and step, with clipping."""
     with split_mesh(replicas=copies, timeout_seconds=60.0):
-        engine = Engine(
-            build("llama", dtype),
-            settings(stage, max_norm=0.5),
-            total_steps=STEPS,
-        )
+        engine = Engine(build("llama", dtype), settings(stage, max_norm=0.5), total_steps=STEPS)
         norms: list[float] = []
         for step in range(STEPS):
             for micro_batch in range(2):
