@@ -95,7 +95,7 @@ FEW_STEPS = {
 """Options appended to a page's command, so that it trains for a few steps instead of minutes."""
 
 MODELS = ("DIR", "BASE", "facebook/opt-125m", "facebook/opt-350m", "facebook/opt-1.3b")
-MODELS += ("facebook/opt-13b",)
+MODELS += ("facebook/opt-13b", "STUDENT", "TEACHER")
 
 
 def all_commands() -> dict[str, str]:
@@ -158,7 +158,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in MODELS:
         tokenizer.save_pretrained(home / name)
         tiny_config("opt", **sizes).save_pretrained(home / name)
-    for name in ("DIR", "BASE", "facebook/opt-1.3b"):
+    for name in ("DIR", "BASE", "facebook/opt-1.3b", "STUDENT", "TEACHER"):
         tiny_causal_lm("opt", **sizes).save_pretrained(home / name)
     return home
 
