@@ -139,9 +139,7 @@ def test_losses_with_a_reference_match_trl(method: str) -> None:
         _tp_size=1,
     )
     inputs = {
-        "input_ids": mask,
-        "attention_mask": mask,
-        "completion_mask": mask,
+        **dict.fromkeys(("input_ids", "attention_mask", "completion_mask"), mask),
         "ref_chosen_logps": REFERENCE[0],
         "ref_rejected_logps": REFERENCE[1],
     }
@@ -199,9 +197,7 @@ def test_kto_loss_matches_trl() -> None:
         _tp_size=1,
     )
     inputs = {
-        "input_ids": mask,
-        "attention_mask": mask,
-        "completion_mask": mask,
+        **dict.fromkeys(("input_ids", "attention_mask", "completion_mask"), mask),
         "label": torch.tensor([True] * 3 + [False] * 3),
         "ref_logps": torch.cat(REFERENCE),
         "ref_KL_logps": torch.zeros(6),

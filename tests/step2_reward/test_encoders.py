@@ -67,7 +67,6 @@ def test_long_dialogue_keeps_its_first_token_and_its_end(tmp_path: Path) -> None
     ids = encode_dialogue(chat, Example(prompt), response, max_length=5).input_ids
 
     full = chat.encode(prompt, response).input_ids
-    assert len(full) > 6
     assert ids == [2, *full[-4:]]
 
 

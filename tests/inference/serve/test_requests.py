@@ -185,14 +185,14 @@ def test_ratings_are_appended_counted_and_undone(server: LiveServer) -> None:
 
     summary = get(server, "/api/ratings/summary").json
     assert (summary["path"], summary["ratings"], summary["pairs"]) == ("ratings.jsonl", 4, 2)
-    for rating_id, status in (ids[0], 200), ("none", 404):
-        assert post(server, "/api/ratings/undo", {"id": rating_id}).status == status
+    for rating_id, rater, status in (ids[0], "", 200), ("", "a" * 64, 404), ("", "a" * 65, 400):
+        assert post(server, "/api/ratings/undo", {"id": rating_id, "rater": rater}).status == status
     assert get(server, "/api/ratings/summary").json["ratings"] == 3
     assert server.state.ratings is not None
     lines = read_ratings(server.state.ratings.path)
     assert [line["kind"] for line in lines] == ["pair", "thumb", "edit", "pair", "undo"]
     assert [line["rater"] for line in lines] == ["", "", "", "anna", ""]
-    assert lines[0]["answers"][1]["text"] == "longer"
+    assert (lines[0]["answers"][1]["text"], lines[0]["blind"]) == ("longer", False)
 
 
 def test_unknown_paths_and_disabled_features_return_404(server: LiveServer) -> None:

@@ -46,6 +46,9 @@ GEMMA = """{%- if messages[0].role == 'system' %}{{ raise_exception('no system r
 {%- if add_generation_prompt %}{{- 'assistant: ' }}{% endif -%}"""
 """Like Gemma's: refuses system messages."""
 
+IGNORES_SYSTEM = GEMMA.replace("{{ raise_exception('no system role') }}", "")
+IGNORES_SYSTEM = IGNORES_SYSTEM.replace("in messages", "in messages if m.role != 'system'")
+
 COUNTING = """{{- messages | length -}}
 {%- for m in messages -%}{{- m.role + m.content + eos_token -}}{%- endfor -%}
 {%- if add_generation_prompt %}{{- 'assistant' }}{% endif -%}"""
@@ -118,8 +121,9 @@ def test_auto_selects_the_template_of_the_tokenizer() -> None:
     assert resolve_format(tokenizer, "auto").template == GEMMA
 
 
-def test_unsupported_system_message_is_prepended_to_the_user_turn() -> None:
-    chat_format = make_format(GEMMA)
+@pytest.mark.parametrize("template", [GEMMA, IGNORES_SYSTEM])
+def test_unsupported_system_message_is_prepended_to_the_user_turn(template: str) -> None:
+    chat_format = make_format(template)
 
     assert chat_format.segments((SYSTEM, USER))[0].text == (
         "user: Be kind.\n\nHi there.<|endoftext|>\nassistant: "

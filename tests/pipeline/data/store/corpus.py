@@ -20,6 +20,7 @@ def byte_vocabulary() -> Vocabulary:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(["<|end|>"])
+    tokenizer.enable_truncation(4)  # as in some tokenizer.json files; documents must stay whole
     return Vocabulary("bytes", tokenizer.to_str(), ORIGIN.tokenizer_hash, EOS + 1, EOS)
 
 
