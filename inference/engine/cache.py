@@ -94,7 +94,7 @@ class PagedCache(Cache):
         return (keys, values) if self._reads_pages else (key_states, value_states)
 
     def _select_rows(self, num_heads: int) -> Int[Tensor, " R"]:
-        """Return the pass's R = N * G rows in a cache of one row for each page, head and token."""
+        """Return the indices of the pass's R = N * G rows in a cache viewed as [P * G * T, D]."""
         if num_heads not in self._rows:
             pages, tokens = self._indices // PAGE, self._indices % PAGE
             heads = torch.arange(num_heads, device=self._indices.device)
