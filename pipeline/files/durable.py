@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import tempfile
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -99,7 +100,8 @@ def write_output(texts: Mapping[Path, str], *, option: str) -> None:
     overwrites. Files are renamed once all contents are on disk. Missing directories are created.
 
     Raises:
-        ConfigError: one of the files, set by `option`, can't be written.
+        ConfigError: one of the files, set by `option`, can't be written. Their content, which may
+            have taken hours to compute, is then in a temporary directory that the message names.
     """
     partial_paths = {path: path.with_name(f"{path.name}.partial") for path in texts}
     path = next(iter(texts))
@@ -115,7 +117,22 @@ def write_output(texts: Mapping[Path, str], *, option: str) -> None:
         for partial in partial_paths.values():  # a full disk needs the space
             with suppress(OSError):
                 partial.unlink()
-        raise ConfigError(f"{option} {path} can't be written: {error.strerror or error}") from error
+        problem = f"{option} {path} can't be written: {error.strerror or error}"
+        raise ConfigError(problem + _rescue(texts)) from error
+
+
+def _rescue(texts: Mapping[Path, str]) -> str:
+    """Write files to a new temporary directory; return the end of a sentence that names it."""
+    directory: Path | None = None
+    try:
+        directory = Path(tempfile.mkdtemp(prefix="rlhf-"))
+        for path, text in texts.items():
+            (directory / path.name).write_text(text, encoding="utf-8")
+    except OSError:  # it may be on the same full disk
+        if directory is not None:
+            discard(directory)
+        return ""
+    return f"; its content is in {directory}"
 
 
 def json_lines(rows: Iterable[Mapping[str, Any]]) -> str:

@@ -232,13 +232,13 @@ def _report_failure(plan: Plan, stage: Stage, status: ExitStatus) -> int:
     if status.code == EXIT_DISK_FULL:  # the step has printed the error
         print_error(
             f"{stage.title} could not write its results; free disk space, then run the same command"
-            " with --resume to continue from its last checkpoint"
+            " with --resume to continue from its last checkpoint, if any"
         )
         return EXIT_DISK_FULL
     if status.ran_out_of_memory:
         print_error(
-            f"{stage.title} ran out of memory. To continue from its last checkpoint, rerun the"
-            " command with --resume and either --plan auto or, if it is above 1, a smaller"
+            f"{stage.title} ran out of memory. To continue from its last checkpoint, if any, rerun"
+            " the command with --resume and either --plan auto or, if it is above 1, a smaller"
             f" --{stage.prefix}.micro_batch_size. To start over, rerun it with --overwrite and a"
             f" smaller --{stage.prefix}.data.max_length."
         )

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -37,15 +38,20 @@ def test_process_killed_during_a_write_leaves_the_old_file(tmp_path: Path) -> No
     assert path.read_text() == "new"
 
 
-def test_failure_of_one_file_changes_no_other(tmp_path: Path) -> None:
+def test_failure_of_one_file_changes_no_other_and_loses_no_content(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     (tmp_path / "a").write_text("old")
     (tmp_path / "b.partial").mkdir()
 
-    with pytest.raises(ConfigError, match=r"--out .*b can't be written: Is a directory"):
+    message = r"--out .*b can't be written: Is a directory; its content is in .*/rlhf-"
+    with pytest.raises(ConfigError, match=message):
         write_output({tmp_path / "a": "new", tmp_path / "b": "new"}, option="--out")
 
     assert (tmp_path / "a").read_text() == "old"
     assert not (tmp_path / "a.partial").exists()
+    assert [path.read_text() for path in sorted(tmp_path.glob("rlhf-*/*"))] == ["new", "new"]
 
 
 def test_check_writable_raises_for_unwritable_paths(
