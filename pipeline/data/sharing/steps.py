@@ -429,7 +429,7 @@ def is_usable(example: Example, use: RowUse) -> bool:
             is_pair = is_usable(example, "pairs")
             return is_pair or example.label is not None or bool(example.steps)
         case "responses":
-            return bool(example.chosen or example.rejected)
+            return bool(example.chosen or example.rejected) and not example.tie
         case "prompts":
             return bool(example.prompt)
 

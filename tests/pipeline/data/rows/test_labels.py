@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from pipeline.config import DataConfig, RowColumns
+from pipeline.config import DataConfig, RowColumns, RowShare
 from pipeline.data.examples import Example
 from pipeline.data.rows.shapes import read_row
 from pipeline.data.rows.sources import Row
@@ -52,8 +52,8 @@ def test_ties_are_not_trained_on(tmp_path: Path) -> None:
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     config = DataConfig(path=(str(file),), split=(0, 1, 0))
 
-    for kept in (None, LABELS):
-        data = load_examples(config, step=2, seed=0, kept=kept)
-
+    singles = RowShare("responses", (2,))  # of kto
+    for step, kept, share in ((2, None, None), (2, LABELS, None), (3, None, singles)):
+        data = load_examples(config, step=step, seed=0, kept=kept, share=share)
         assert not any(row.tie for row in (*data.train, *data.eval))
         assert any(", or with a tie, left to other steps" in note for note in data.notes)
