@@ -198,7 +198,10 @@ class HeldOut(HeldOutPrompts):
             collate_or_empty([rows[row] for row in part], filler=rows[0]).to(local_device())
             for part in parts
         ]
-        outputs = passes.forward(batches, lambda batch: engine(batch).logprobs)
+        temperature = config.temperature  # that of the responses
+        outputs = passes.forward(
+            batches, lambda batch: engine(batch, temperature=temperature).logprobs
+        )
         for part, logprobs in zip(parts, outputs, strict=False):  # only on the last stage
             counts = [rows[row].num_targets for row in part]
             by_response = logprobs.double().cpu().split(counts) if part else ()

@@ -1,14 +1,24 @@
-"""The reward model that scores held-out answers is loaded with its settings."""
+"""The reward model that scores held-out answers, and the KL of sampled ones."""
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
+from evaluation.held_out import Prompt
+from inference.engine.requests import Response
 from inference.reward_model import score_responses
 from pipeline.config import FrozenModelConfig
 from pipeline.data.examples import Message
 from pipeline.demo.model import build_tokenizer
+from pipeline.models.hf.chat import load_chat
+from pipeline.models.passes import make_policy
+from pipeline.parallel.mesh import current_mesh
+from step3_preference.evaluate import HeldOut
+from step3_preference.reference import InitialActor
 from step3_preference.train import train
 from tests.families import tiny_classifier
 from tests.step3_preference.toy import toy_config
@@ -58,3 +68,24 @@ def test_answers_are_scored_with_the_configured_precision_and_code(
     assert scores == pytest.approx(score_responses(reward, dialogues))
     in_fp32 = FrozenModelConfig(path=str(custom_model), trust_remote_code=True)
     assert scores != pytest.approx(score_responses(in_fp32, dialogues), rel=1e-6)
+
+
+def test_kl_is_that_of_the_sampled_distributions(toy: Path) -> None:
+    config = toy_config(toy, temperature=0.5)
+    chat, run = load_chat(config.model, config.data), {"total_steps": 1, "seed": 0, "name": "actor"}
+    _, passes = make_policy(config.model, chat.tokenizer, config.parallel, current_mesh(), **run)
+    initial, engine = InitialActor(passes), passes.engine
+    engine.load_masters([1.5 * master for master in engine.masters()])
+    prompts = [Prompt((), [1, 20, 21])]
+    held_out = HeldOut(prompts, chat, lambda: nullcontext(engine.model), initial, config)
+
+    kl = held_out.compute_kl([Response([30, 31], stopped=False)])
+
+    model = AutoModelForCausalLM.from_pretrained(config.model.path)
+    logprobs = []
+    for scale in (1.0, 1.5):
+        for param in model.parameters():
+            param.data.mul_(scale)
+        logits = model(torch.tensor([[1, 20, 21, 30, 31]])).logits[0, 2:4] / 0.5
+        logprobs.append(logits.log_softmax(dim=1)[[0, 1], [30, 31]].sum().item())
+    assert kl == pytest.approx(logprobs[1] - logprobs[0], rel=1e-4)
