@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 
 import torch
-from jaxtyping import Bool, Float, Int, Shaped
+from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
 from evaluation.statistics import global_moments
@@ -322,7 +322,8 @@ def compute_advantages(
     mask = experience.mask
     if counted is None:
         counted = torch.ones_like(experience.stopped)
-    reward_score, kept = apply_overlong(reward_score, mask.sum(dim=1), experience.stopped, config)
+    stopped = experience.stopped
+    reward_score, kept = apply_overlong(reward_score, experience.sequences, stopped, config)
     counted = counted & kept
     logprobs = experience.logprobs
     reference = logprobs if experience.ref_logprobs is None else experience.ref_logprobs
@@ -364,18 +365,19 @@ def compute_advantages(
 
 def apply_overlong(
     reward_score: Float[Tensor, " B"],
-    lengths: Int[Tensor, " B"],
+    sequences: Sequence[Encoded],
     stopped: Bool[Tensor, " B"],
     config: PPOConfig,
 ) -> tuple[Float[Tensor, " B"], Bool[Tensor, " B"]]:
     """Add DAPO's overlong penalties (section 3.4); return rewards, and whether responses count."""
     if config.overlong_buffer > 0:
-        penalty = overlong_penalty(
-            lengths.to(reward_score.dtype),
+        # Observations count as well, since `max_new_tokens` limits both.
+        lengths = [len(sequence) - sequence.trained.index(True) for sequence in sequences]
+        reward_score = reward_score + overlong_penalty(
+            reward_score.new_tensor(lengths),
             limit=config.max_new_tokens,
             buffer=config.overlong_tokens,
         )
-        reward_score = reward_score + penalty
     return reward_score, stopped if config.overlong == "mask" else torch.ones_like(stopped)
 
 

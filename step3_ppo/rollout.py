@@ -29,7 +29,7 @@ from step3_ppo.config import PPOConfig
 from step3_ppo.episodes import OnResponse, run_shared_episodes
 from step3_ppo.experience import apply_overlong
 from step3_ppo.metrics import episode_statistics
-from step3_ppo.models import Models, sampling_options
+from step3_ppo.models import Models, join_response, sampling_options
 from step3_ppo.reward_sources import ResponseSubmitter
 from step3_ppo.rewards import compute_raw_scores, compute_rewards
 
@@ -406,9 +406,9 @@ def _groups_to_redo(models: Models, sampled: SampledRollout, config: PPOConfig) 
     """Return the groups of the full rollout that have no gradient after overlong penalties."""
     responses, device = sampled.responses, local_device()
     stopped = torch.tensor([response.stopped for response in responses], device=device)
-    lengths = torch.tensor([len(response.ids) for response in responses], device=device)
+    sequences = list(map(join_response, sampled.inputs, responses))
     rewards = compute_rewards(
         models, sampled.score, stopped, config, source_rewards=sampled.source_rewards
     )
-    reward, counted = apply_overlong(rewards.reward, lengths, stopped, config)
+    reward, counted = apply_overlong(rewards.reward, sequences, stopped, config)
     return find_dead_groups(reward, counted & rewards.known, group_size=config.group_size)

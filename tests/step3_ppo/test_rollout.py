@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from inference.engine.requests import Response
 from pipeline.config import LoraConfig
+from pipeline.data.examples import Encoded
 from pipeline.run.training import check_finite
 from pipeline.system.errors import DivergedError, ModelError
 from step3_ppo.experience import (
@@ -137,8 +138,9 @@ def test_overlong_buffer_is_a_number_or_a_fraction_of_tokens(
     toy: Path, buffer: float, last: list[float]
 ) -> None:
     config = toy_config(toy, overlong_buffer=buffer, missing_eos_score=None)
-    lengths = torch.tensor([1, 6, 7, 8])  # of at most 8 tokens
-    rewards, counted = apply_overlong(torch.zeros(4), lengths, torch.ones(4).bool(), config)
+    trained = [[True], [True] * 6, [True] * 7, [True] + [False] * 5 + [True] * 2]  # of at most 8
+    sequences = [Encoded([0] * (1 + len(t)), [False, *t]) for t in trained]
+    rewards, counted = apply_overlong(torch.zeros(4), sequences, torch.ones(4).bool(), config)
     assert rewards.tolist() == [0, 0, *last]
     assert counted.all()
 
