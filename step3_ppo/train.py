@@ -195,7 +195,8 @@ def iterate(ppo: Setup, config: PPOConfig, run: Run, *, step: int) -> dict[str, 
     rollout = compute_advantages(
         experience, rewards.reward, config, kl_coef=kl_coef, counted=rewards.known
     )
-    score = rollout.reward_score if config.is_distillation else rewards.score
+    # A distilled actor's reward is its negative reverse KL times the coefficient.
+    score = rollout.reward_score / (kl_coef or 1.0) if config.is_distillation else rewards.score
     metrics = models.hybrid_engine.metrics() | rollout_statistics(rollout, score) | sampled.metrics
     if config.method == "distill":  # otherwise, `kl` is relative to the initial actor
         metrics["reverse_kl"] = metrics.pop("kl") / metrics["response_length"]
