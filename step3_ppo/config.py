@@ -275,9 +275,8 @@ class PPOConfig(TaskSettings, StepConfig, RewardSettings, GuardSettings):
     @property
     def method_name(self) -> str:
         """Name of the method: `method`, or if that is ppo, the name that fits `advantage`."""
-        by_advantage = {"gae": "ppo", "best": "raft"}
-        is_named = self.method != "ppo"
-        return self.method if is_named else by_advantage.get(self.advantage, self.advantage)
+        names = {"gae": "ppo", "best": "raft"}
+        return names.get(self.advantage, self.advantage) if self.method == "ppo" else self.method
 
     @property
     def step_name(self) -> str:
@@ -423,7 +422,8 @@ class PPOConfig(TaskSettings, StepConfig, RewardSettings, GuardSettings):
         for name in names:
             value = getattr(self, name)
             require(value > 0, f"ppo.{name} must be positive, got {value}")
-        for name in ("kl_coef", "dynamic_sampling", "correction_threshold", "rollout_processes"):
+        names = ("kl_coef", "entropy_coef", "ptx_coef", "dynamic_sampling", "rollout_processes")
+        for name in (*names, "correction_threshold"):
             value = getattr(self, name)
             require(value >= 0, f"ppo.{name} must be at least 0, got {value}")
         require(
@@ -441,12 +441,6 @@ class PPOConfig(TaskSettings, StepConfig, RewardSettings, GuardSettings):
         for source in self.rewards:
             if source.kind == MODEL_KIND and source.path is not None:
                 object.__setattr__(self, "reward", replace(self.reward, path=source.path))
-        require(0 <= self.gamma <= 1, f"ppo.gamma must be in [0, 1], got {self.gamma}")
-        require(0 <= self.lam <= 1, f"ppo.lam must be in [0, 1], got {self.lam}")
-        require(0 <= self.gkd_beta <= 1, f"ppo.gkd_beta must be in [0, 1], got {self.gkd_beta}")
-        require(
-            0 <= self.gkd_lambda <= 1, f"ppo.gkd_lambda must be in [0, 1], got {self.gkd_lambda}"
-        )
         require(0 < self.clip < 1, f"ppo.clip must be between 0 and 1, got {self.clip}")
         for name in ("clip_high", "value_clip", "score_clip", "target_kl"):
             value = getattr(self, name)
@@ -591,6 +585,12 @@ def _check_groups(config: PPOConfig) -> None:
 
 
 def _check_losses(config: PPOConfig) -> None:
+    for name in ("gamma", "lam", "gkd_beta", "gkd_lambda"):
+        value = getattr(config, name)
+        require(0 <= value <= 1, f"ppo.{name} must be in [0, 1], got {value}")
+    require(
+        config.ptx_coef > 0 or not config.ptx_data, "ppo.ptx_data requires a ppo.ptx_coef above 0"
+    )
     require(
         config.loss != "none"
         or (config.ppo_epochs == 1 and config.batch_size == config.rollout_size),
@@ -649,14 +649,14 @@ def _check_teacher(config: PPOConfig) -> None:
         f"ppo.temperature must be 1 with ppo.teacher_url, got {config.temperature:g}: servers"
         " return log-probabilities at temperature 1",
     )
-    has_rewards = config.rewards or config.environment is not None or config.dynamic_sampling > 0
+    given = config.rewards, config.environment, config.dynamic_sampling, config.overlong_buffer
     is_penalized = config.kl_in == "reward" and config.kl_coef > 0
     is_plain = config.kl_in == "none" and config.entropy_coef == 0
     require(
-        not has_rewards and (is_plain if method == "gkd" else is_penalized),
+        not any(given) and (is_plain if method == "gkd" else is_penalized),
         f"--method {method} learns from its teacher alone: omit --reward, --reward-function,"
-        " --environment, ppo.rewards, ppo.dynamic_sampling, ppo.kl_in and, for gkd,"
-        " ppo.entropy_coef",
+        " --environment, ppo.rewards, ppo.dynamic_sampling, ppo.overlong_buffer, ppo.kl_in and, for"
+        " gkd, ppo.entropy_coef",
     )
 
 

@@ -203,6 +203,7 @@ def test_run_uses_only_actor_and_teacher_and_resumes(
     settings = {"max_steps": 2, "save_every": 1, "keep_best": False, "max_prompt_length": 40}
     if method == "mixed":
         method, settings["gkd_lambda"] = "gkd", 0.5
+    settings |= {"kl_coef": 2.0} if method == "distill" else {}
     config = distill_config(toy, method, **settings)
     config = replace(config, data=replace(config.data, max_eval_rows=4))
     runs = run_full_and_resumed(config, tmp_path)
@@ -258,3 +259,5 @@ def test_invalid_teacher_is_rejected(toy: Path, tmp_path: Path) -> None:
         replace(gkd, teacher=FrozenModelConfig(), teacher_url="http://127.0.0.1:1/v1")
     with pytest.raises(ConfigError, match="--method gkd learns from its teacher alone"):
         replace(gkd, entropy_coef=0.1)
+    with pytest.raises(ConfigError, match=r"omit .* ppo\.overlong_buffer"):
+        replace(gkd, overlong_buffer=2)
