@@ -56,6 +56,7 @@ class RewardedResponses:
     """Reward of each token, zero on padding."""
 
     mask: Bool[Tensor, "B T"]
+    """True on the actor's tokens, but not on an environment's observations."""
 
     scores: Float[Tensor, " B"]
     """Score of each response, without the KL penalty."""

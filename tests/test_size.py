@@ -59,7 +59,7 @@ def test_functions_and_files_are_short() -> None:
     for file in sources:
         length = file.read_text(encoding="utf-8").count("\n")
         if length > FILE_LINES:
-            long.append(f"{file.relative_to(ROOT)} has {length} lines")
+            long.append(f"{file.relative_to(ROOT)} has {length} lines of {FILE_LINES}")
 
     assert not long, "\n".join(long)
 

@@ -134,7 +134,7 @@ class DataConfig:
         self.check_path()
         require(
             0 < self.eval_fraction < 1,
-            f"data.eval_fraction must be between 0 and 1, got {self.eval_fraction}",
+            f"data.eval_fraction must be above 0 and below 1, got {self.eval_fraction}",
         )
         require(
             self.max_eval_rows > 0, f"data.max_eval_rows must be positive, got {self.max_eval_rows}"

@@ -389,7 +389,7 @@ def _describe_unknown_shape(row: Row, columns: Mapping[str, Any]) -> str:
     return (
         f"{row.origin}: no known row format has the columns {join_names(columns)}; the known"
         f" formats are {known};"
-        ' map the columns with --fields, such as \'{"prompt": "question"}\''
+        ' map each column of one of them with --fields, such as \'{"prompt": "question"}\''
     )
 
 
