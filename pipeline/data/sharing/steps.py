@@ -25,7 +25,6 @@ from pipeline.data.sharing.prompts import (
     read_earlier_prompts,
     unique_hashes,
 )
-from pipeline.parallel.mesh import current_mesh
 from pipeline.system.errors import DataError, counted
 
 logger = logging.getLogger(__name__)
@@ -68,6 +67,8 @@ def load_step_rows(config: StepConfig, *, step: int) -> StepData:
     Raises:
         DataError: as for `load_examples`; or the record of an earlier step is damaged.
     """
+    from pipeline.parallel.mesh import current_mesh  # imports torch
+
     mesh = current_mesh()  # other machines may lack the directories
     earlier = mesh.world.gather_objects(read_earlier_prompts(config) if mesh.is_main else None)[0]
     data = load_examples(
@@ -83,6 +84,8 @@ def load_step_rows(config: StepConfig, *, step: int) -> StepData:
 
 def record_prompts(prompts: PromptRecord, config: StepConfig) -> None:
     """Write the prompts of this step and the earlier ones to its output directory."""
+    from pipeline.parallel.mesh import current_mesh  # imports torch
+
     if current_mesh().is_main:
         prompts.write(config.output_dir)
 
