@@ -4,6 +4,11 @@
 before them; `--help` lists the options.
 """
 
+from pipeline.system.signals import exit_on_interrupt
+
+if __name__ == "__main__":
+    exit_on_interrupt()
+
 from collections.abc import Sequence
 
 from pipeline.cli.help import help_entry, names_help, settings_help

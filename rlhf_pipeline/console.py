@@ -7,9 +7,16 @@
 import rlhf_pipeline
 
 
+def _prepare() -> None:
+    rlhf_pipeline.add_to_path()
+    from pipeline.system.signals import exit_on_interrupt
+
+    exit_on_interrupt()
+
+
 def train() -> None:
     """Run `rlhf`: the three steps, with the options of `train.py`."""
-    rlhf_pipeline.add_to_path()
+    _prepare()
     from pipeline.cli.options import run_main
     from train import main
 
@@ -18,7 +25,7 @@ def train() -> None:
 
 def chat() -> None:
     """Run `rlhf-chat`: talk to a model, with the options of `chat.py`."""
-    rlhf_pipeline.add_to_path()
+    _prepare()
     from inference.chat import main
     from pipeline.cli.options import run_main
 
@@ -27,7 +34,7 @@ def chat() -> None:
 
 def serve() -> None:
     """Run `rlhf-serve`: serve models, with the options of `python -m inference.serve`."""
-    rlhf_pipeline.add_to_path()
+    _prepare()
     from inference.serve.command import main
     from pipeline.cli.options import run_main
 

@@ -34,7 +34,6 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import FrameType
 from typing import NoReturn, TypeVar
 
 from pipeline.cli.help import help_entry, settings_help, step_help
@@ -54,7 +53,7 @@ from pipeline.system.errors import (
     require,
 )
 from pipeline.system.installation import find_preset
-from pipeline.system.signals import EXIT_INTERRUPTED
+from pipeline.system.signals import EXIT_INTERRUPTED, exit_interrupted, exit_on_interrupt
 from pipeline.system.threads import set_compute_threads, shorten_spinning
 
 ConfigT = TypeVar("ConfigT")
@@ -121,8 +120,7 @@ def prepare_imports(config_class: type) -> None:
     collector, which takes a quarter of the import time, is off. OpenMP's spin time is set here.
     """
     gc.disable()
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, _exit_on_interrupt)
+    exit_on_interrupt()
     names = {word.partition("=")[0].replace("_", "-") for word in sys.argv[1:]}
     if names & {"-h", "--help", "--print-config"}:
 
@@ -131,11 +129,6 @@ def prepare_imports(config_class: type) -> None:
 
         run_main(main)
     shorten_spinning(os.environ)
-
-
-def _exit_on_interrupt(_number: int, _frame: FrameType | None) -> None:
-    print_error("interrupted")
-    os._exit(EXIT_INTERRUPTED)
 
 
 def split_options(argv: Sequence[str]) -> list[Option]:
@@ -183,7 +176,7 @@ def run_main(main: Callable[[Sequence[str]], None], argv: Sequence[str] | None =
     The message of a `KeyboardInterrupt`, if any, is printed. The exit code is 79 if memory ran out,
     80 if training diverged, and 81 if a disk was full. Other errors keep their traceback.
     """
-    if signal.getsignal(signal.SIGINT) is _exit_on_interrupt:
+    if signal.getsignal(signal.SIGINT) is exit_interrupted:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if not gc.isenabled():
         gc.freeze()  # imported modules are never collected

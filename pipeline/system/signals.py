@@ -28,6 +28,19 @@ STOP_BYTE = b"\0"
 """Byte that stops the listening thread; no signal has this number."""
 
 
+def exit_on_interrupt() -> None:
+    """Until `run_main`, make Ctrl-C exit without a traceback from an import."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, exit_interrupted)
+
+
+def exit_interrupted(_number: int, _frame: FrameType | None) -> None:
+    """Exit at once, with a line on standard error from rank 0."""
+    if os.environ.get("RANK", "0") == "0":
+        os.write(2, b"interrupted\n")
+    os._exit(EXIT_INTERRUPTED)
+
+
 class StopSignals:
     """Context manager that records stop signals in `received`; a second Ctrl-C aborts.
 
