@@ -31,19 +31,21 @@ def load_scorer(reward: str | FrozenModelConfig) -> tuple[Scorer, ChatFormat]:
 
 
 def score_responses(
-    reward: str | FrozenModelConfig, dialogues: Sequence[tuple[Sequence[Message], str]]
+    reward: str | FrozenModelConfig,
+    dialogues: Sequence[tuple[Sequence[Message], str]],
+    stopped: Sequence[bool] = (),
 ) -> list[float]:
     """Score each response to its prompt with a reward model, given its path or settings.
 
     The model's own chat format is used; texts that are too long are truncated at the beginning.
+    `stopped` is false for unfinished responses; by default, all are finished.
     """
     scorer, chat = load_scorer(reward)
     limit = context_length(base_model(scorer.model))
+    flags = stopped or [True] * len(dialogues)
     rows = [
-        chat.encode(prompt, (Message("assistant", response),)).tail(
-            limit, keep_first=chat.begins_with_cls
-        )
-        for prompt, response in dialogues
+        chat.encode_scored(prompt, Message("assistant", text), stopped=flag, max_length=limit)
+        for (prompt, text), flag in zip(dialogues, flags, strict=True)
     ]
     # Batch similar lengths together, since some families pad their batches.
     order = sorted(range(len(rows)), key=lambda row: len(rows[row]))

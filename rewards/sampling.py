@@ -187,9 +187,9 @@ def score_episodes(
             from inference.reward_model import score_responses
 
             assert source.path is not None
-            dialogues = [
-                (episode.prompt, episode.response) for batch in batches for episode in batch
-            ]
-            scores = score_responses(source.path, dialogues)
+            episodes = [episode for batch in batches for episode in batch]
+            dialogues = [(episode.prompt, episode.response) for episode in episodes]
+            stopped = [episode.stopped for episode in episodes]
+            scores = score_responses(source.path, dialogues, stopped)
             results[source.name] = SourceResults([*scores], [None] * len(dialogues))
     return batches, {source.name: results[source.name] for source in sources}

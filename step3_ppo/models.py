@@ -97,10 +97,9 @@ class RewardTextEncoder:
             continues = context[-1].role == "assistant"
             text = decode_response(self.tokenizer, response.text_ids, continues=continues)
             last = Message("assistant", text)
-        encoded = self.chat.encode(context, [last])
-        if not response.stopped and encoded.input_ids[-1] in self.chat.stop_ids:
-            encoded = encoded.head(len(encoded) - 1)
-        return encoded.tail(self.max_tokens, keep_first=self.chat.begins_with_cls)
+        return self.chat.encode_scored(
+            context, last, stopped=response.stopped, max_length=self.max_tokens
+        )
 
 
 def reward_chat(tokenizer: PreTrainedTokenizerBase, reward: FrozenModelConfig) -> ChatFormat | None:

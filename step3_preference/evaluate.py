@@ -142,7 +142,7 @@ class HeldOut(HeldOutPrompts):
         """Score the responses of all processes, and return them in the order of the prompts."""
         del strict  # unused: a reward model never fails
         texts = [decode_response(self.chat.tokenizer, response.text_ids) for response in responses]
-        scores = self._score_texts(texts)
+        scores = self._score_texts(texts, [response.stopped for response in responses])
         return self.merge_responses(
             [
                 ScoredResponse(text, score, length=len(response.ids), stopped=response.stopped)
@@ -150,14 +150,14 @@ class HeldOut(HeldOutPrompts):
             ]
         )
 
-    def _score_texts(self, texts: Sequence[str]) -> Sequence[float | None]:
+    def _score_texts(self, texts: Sequence[str], stopped: Sequence[bool]) -> Sequence[float | None]:
         reward = self.config.reward
         if reward.path is None:
             return [None] * len(texts)
         dialogues = [
             (self.prompts[row].messages, text) for row, text in zip(self.rows, texts, strict=True)
         ]
-        return score_responses(reward, dialogues)
+        return score_responses(reward, dialogues, stopped)
 
     def compute_kl(self, responses: Sequence[Response]) -> float:
         """Return the mean over responses of log pi - log pi_ref, summed over tokens, in nats."""

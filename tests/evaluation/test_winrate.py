@@ -100,8 +100,8 @@ def test_reward_model_judge_prefers_higher_scores(inputs: Path) -> None:
 
     with pytest.raises(ModelError, match="can't generate text"):  # before any model responds
         check_ready(str(inputs / "reward"))
-    scores = [
-        np.array(score_responses(str(inputs / "reward"), [(e.prompt, e.response) for e in run]))
-        for run in responses
-    ]
+    scores = []
+    for run in responses:
+        dialogues, stopped = [(e.prompt, e.response) for e in run], [e.stopped for e in run]
+        scores.append(np.array(score_responses(str(inputs / "reward"), dialogues, stopped)))
     assert match.points.tolist() == (scores[1] > scores[0]).astype(float).tolist()

@@ -64,10 +64,12 @@ def test_answers_are_scored_with_the_configured_precision_and_code(
         for answer in row["answers"].values()
     ]
     dialogues = [((Message("user", prompt),), answer["text"]) for prompt, answer in answers]
-    scores = [answer["score"] for _, answer in answers]
-    assert scores == pytest.approx(score_responses(reward, dialogues))
+    scores, stopped = ([answer[name] for _, answer in answers] for name in ("score", "stopped"))
+    assert False in stopped  # these get no end token
+    assert scores == pytest.approx(score_responses(reward, dialogues, stopped))
+    assert scores != pytest.approx(score_responses(reward, dialogues))
     in_fp32 = FrozenModelConfig(path=str(custom_model), trust_remote_code=True)
-    assert scores != pytest.approx(score_responses(in_fp32, dialogues), rel=1e-6)
+    assert scores != pytest.approx(score_responses(in_fp32, dialogues, stopped), rel=1e-6)
 
 
 def test_kl_is_that_of_the_sampled_distributions(toy: Path) -> None:

@@ -470,6 +470,18 @@ class ChatFormat:
         trained[0] = False
         return Encoded(input_ids, trained)
 
+    def encode_scored(
+        self, prompt: Messages, response: Message, *, stopped: bool, max_length: int
+    ) -> Encoded:
+        """Return the tokens from which a response is scored, without an end token if unfinished.
+
+        Long dialogues lose their beginning, since the score is read at the end.
+        """
+        encoded = self.encode(prompt, (response,))
+        if not stopped and encoded.input_ids[-1] in self.stop_ids:
+            encoded = encoded.head(len(encoded) - 1)
+        return encoded.tail(max_length, keep_first=self.begins_with_cls)
+
     def _strip_end_tokens(self, messages: Messages, origin: str) -> Messages:
         """Remove end tokens from the rows' texts, since the format adds its own."""
         special_tokens = (*self._specials, *filter(None, [self._bos]))
