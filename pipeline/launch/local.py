@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Mapping
+from itertools import takewhile
 from pathlib import Path
 from typing import NamedTuple
 
@@ -44,7 +45,9 @@ def list_gpus(*, hidden: bool = False) -> list[str]:
     """Return indices or names of the GPUs that this process may use, or of all if `hidden`."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None and not hidden:
-        return [gpu for name in visible.split(",") if (gpu := name.strip()) not in ("", "-1")]
+        names = visible.replace(" ", "").split(",")
+        # CUDA ignores an invalid entry, such as -1, and all that follow.
+        return list(takewhile(re.compile(r"\d|GPU-|MIG-").match, names))
     if shutil.which("nvidia-smi") is None:  # as in some containers
         devices = Path("/dev").glob("nvidia[0-9]*")
         return sorted(device.name.removeprefix("nvidia") for device in devices)

@@ -117,7 +117,7 @@ def test_slurm_node_lists_are_expanded(text: str, names: list[str]) -> None:
     assert expand_nodelist(text) == names
 
 
-def test_gpus_are_those_listed_by_the_driver(
+def test_gpus_are_those_of_the_driver_or_visible_before_an_invalid_entry(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -127,6 +127,8 @@ def test_gpus_are_those_listed_by_the_driver(
     tool.chmod(0o755)
 
     assert list_gpus() == ["0", "1"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1, GPU-8f,-1,0")
+    assert list_gpus() == ["1", "GPU-8f"]
 
 
 def test_only_variables_of_libraries_are_forwarded() -> None:
