@@ -171,7 +171,6 @@ class CheckpointWriter:
         """Wait for a pending save, for at most `timeout_seconds`."""
         if self._thread is not None:
             self._thread.join(timeout_seconds)
-            self._thread = None
 
     def _new_directory(self, target: str) -> Path:
         """Prepare the next save; return the path of its hidden directory."""

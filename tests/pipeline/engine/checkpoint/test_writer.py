@@ -52,6 +52,7 @@ def test_saved_values_are_those_at_the_call(
     for fragment in fragments:
         fragment.tensor.fill_(0)
     state["step"] = 99
+    writer.wait(0)
     assert not (tmp_path / "step_00000001").exists()
     writer.save(2, make_fragments(2), {"step": 2})
     assert (tmp_path / "step_00000001").exists()  # the second save waits for the first
