@@ -7,7 +7,7 @@ from pipeline.engine.checkpoint.history import find_newest_valid
 from pipeline.engine.checkpoint.state import load
 from pipeline.engine.engine import Engine
 from pipeline.parallel.group import Group
-from pipeline.run.run import CHECKPOINTS
+from pipeline.plan.output import CHECKPOINTS
 from pipeline.system.errors import CheckpointError
 
 logger = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ from pipeline.data.chat.chat_format import ChatFormat
 from pipeline.models.hf.chat import decode_response
 from pipeline.parallel.group import Group
 from pipeline.parallel.mesh import current_mesh
-from pipeline.run.run import CHECKPOINTS
+from pipeline.plan.output import CHECKPOINTS
 from pipeline.system.errors import ConfigError
 from pipeline.system.logs import Clock
 from rewards.contract import Episode, Outcome, SourceResults

@@ -10,7 +10,7 @@ from pipeline.budget.machine import Machine
 from pipeline.budget.memory import step_memory
 from pipeline.config import StepConfig
 from pipeline.parallel.mesh import split_mesh
-from pipeline.run.run import CHECKPOINTS
+from pipeline.plan.output import CHECKPOINTS
 
 
 def train_sharded(train: Callable[[Any], None], config: Any) -> None:

@@ -125,12 +125,12 @@ def estimate(plan: Plan, stage: Stage, preview: Preview, flops: float) -> float 
 
 def with_spread(seconds: float) -> str:
     """Format an estimate with its range, such as `5 min (2.5 min to 12 min)`."""
-    shortest, longest = (format_duration(seconds * factor) for factor in ESTIMATE_RANGE)
-    return f"{format_duration(seconds)} ({shortest} to {longest})"
+    shortest, longest = (_format_estimate(seconds * factor) for factor in ESTIMATE_RANGE)
+    return f"{_format_estimate(seconds)} ({shortest} to {longest})"
 
 
-def format_duration(seconds: float) -> str:
-    """Format seconds as `40 s`, `5 min`, `3.5 h` or `2.1 days`."""
+def _format_estimate(seconds: float) -> str:
+    """Format an estimated number of seconds as `40 s`, `5 min`, `3.5 h` or `2.1 days`."""
     for unit, name in ((86400.0, "days"), (3600.0, "h"), (60.0, "min")):
         if seconds >= 1.5 * unit:
             number = seconds / unit

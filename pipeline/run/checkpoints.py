@@ -36,7 +36,8 @@ from pipeline.engine.engine import Engine
 from pipeline.kernels.host_allocator import return_freed_memory
 from pipeline.models.hf.consolidate import TOKENIZER, describe_model
 from pipeline.models.hf.load import model_path
-from pipeline.run.run import CHECKPOINTS, Run, get_training_id
+from pipeline.plan.output import CHECKPOINTS
+from pipeline.run.run import Run, get_training_id
 from pipeline.settings.fields import make_portable, to_plain
 from pipeline.system.errors import CheckpointError, ConfigError, JobFailed, JobStopped, require
 from pipeline.system.faults import fault_point

@@ -20,6 +20,7 @@ from pipeline.engine.checkpoint.history import list_candidates
 from pipeline.files.durable import discard, replace_durably
 from pipeline.files.lock import RunLock
 from pipeline.parallel.mesh import Mesh
+from pipeline.plan.output import CHECKPOINTS, DIVERGED, LOCK
 from pipeline.run.trackers import TrackedRun, Trackers, open_trackers
 from pipeline.settings.fields import flatten, non_default_values, to_plain
 from pipeline.system.errors import ConfigError
@@ -29,12 +30,7 @@ from pipeline.system.torch_process import memory_bytes
 
 logger = logging.getLogger(__name__)
 
-DIVERGED = "diverged.json"
-"""Marks a run that diverged: its state is unusable, so `--resume` starts from scratch."""
-
 STALE = ("result.json", "samples.json", "lab.json", "predictions.jsonl", DIVERGED)
-LOCK = ".lock"
-CHECKPOINTS = "checkpoints"
 
 
 class Run:
