@@ -17,7 +17,7 @@ from pipeline.config import (
 )
 from pipeline.data.examples import Example
 from pipeline.system.errors import require
-from step2_reward.labels import LabelSettings, select_rows
+from step2_reward.labels import LabelSettings, detect_kind, select_rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,8 +67,23 @@ class RewardConfig(LabelSettings, EarlyStopping):
     def choose_rows(
         self, train: Sequence[Example], held_out: Sequence[Example]
     ) -> tuple[list[Example], list[Example]]:
-        """Return the rows that have labels of the configured or detected kind."""
-        return select_rows(self, train, held_out)
+        """Return the rows that have labels of the configured or detected kind.
+
+        Raises:
+            DataError: as in `select_rows`.
+            ConfigError: a setting for pairs would have no effect on these rows.
+        """
+        selected = select_rows(self, train, held_out)
+        require(
+            self.center_coef == 0 or detect_kind(self, train) == "pairs",
+            "reward.center_coef is for pairs of responses, which the rows aren't; omit it",
+        )
+        require(
+            not self.margin or any(row.margin for row in selected[0]),
+            "reward.margin is set, but no training pair has a margin; add a column `margin`, or"
+            " `score_chosen` and `score_rejected`, or omit the setting",
+        )
+        return selected
 
     @property
     def sequences_per_row(self) -> int:

@@ -16,7 +16,7 @@ from pipeline.data.chat.resolve_format import resolve_format
 from pipeline.data.examples import Encoded, Example, Message
 from pipeline.system.errors import UserError
 from step2_reward.config import RewardConfig
-from step2_reward.labels import detect_kind, resolve_labels, select_rows
+from step2_reward.labels import detect_kind, resolve_labels
 from step2_reward.train import train
 from tests.distributed import run_ranks
 from tests.families import save_base
@@ -138,13 +138,15 @@ def test_label_kind_is_detected_from_the_rows(rows: list[Example], expected: str
         ({}, label_rows("a", "a", "b"), "all 2 training rows have the class a"),
         ({"class_list": ("a", "b")}, label_rows("a", "c"), "line 2: label c is not one of"),
         ({"class_values": (1.0,)}, label_rows("a", "b", "a"), "class_values has 1 numbers, but"),
+        ({"margin": True}, [PAIR, replace(PAIR, margin=1.0)], "no training pair has a margin"),
+        ({"center_coef": 0.1}, label_rows("a", "b", "a"), "reward.center_coef is for pairs"),
     ],
 )
 def test_labels_without_information_are_rejected(
     settings: dict[str, Any], rows: list[Example], message: str
 ) -> None:
     with pytest.raises(UserError, match=message):
-        select_rows(RewardConfig(**settings), rows[:-1] or rows, rows[-1:] if rows[1:] else [])
+        RewardConfig(**settings).choose_rows(rows[:-1] or rows, rows[-1:] if rows[1:] else [])
 
 
 def test_classes_are_sorted_and_have_values() -> None:
