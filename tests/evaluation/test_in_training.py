@@ -3,45 +3,41 @@
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from evaluation.__main__ import main as evaluate
-from pipeline.config import DataConfig, OptimConfig, ParallelConfig, TrainedModelConfig
+from pipeline.config import ParallelConfig
 from pipeline.report.figures import before_after
 from pipeline.report.page import write_report
 from pipeline.report.results import read_results
 from step1_sft.config import SFTConfig
 from step1_sft.train import train
 from tests.distributed import run_ranks
-from tests.families import save_base
 from tests.staged import train_sharded
+from tests.step1_sft.test_train import small_task
 
 CORRECT = "eval_arithmetic_correct"
 
 
-def make_config(directory: Path, **changes: Any) -> SFTConfig:
+def make_config(directory: Path) -> SFTConfig:
     """Return settings with demonstrations that always answer 7, which solves half of the task."""
-    save_base(directory / "base")
+    config = small_task(
+        directory,
+        output_dir=directory / "step1_sft",
+        max_steps=16,
+        eval_every=8,
+        eval_tasks=("arithmetic",),
+        eval_task_data={"arithmetic": str(directory / "sums.jsonl")},
+        eval_task_tokens=8,
+    )
     rows = [{"prompt": f"Add {n} and 1.", "response": "It is 7."} for n in range(40)]
     sums = [{"prompt": f"Add {n} and 1.", "answer": str(7 + n % 2)} for n in range(6)]
     for name, lines in (("rows", rows), ("sums", sums)):
         text = "".join(json.dumps(row) + "\n" for row in lines)
         (directory / f"{name}.jsonl").write_text(text)
-    optim = OptimConfig(lr=0.01, schedule="constant", warmup_ratio=0.0)
-    settings: dict[str, Any] = {
-        "output_dir": directory / "step1_sft",
-        "model": TrainedModelConfig(path=str(directory / "base"), optim=optim),
-        "data": DataConfig(path=(str(directory / "rows.jsonl"),), max_length=48),
-        "max_steps": 16,
-        "batch_size": 8,
-        "eval_every": 8,
-        "eval_tasks": ("arithmetic",),
-        "eval_task_data": {"arithmetic": str(directory / "sums.jsonl")},
-        "eval_task_tokens": 8,
-    }
-    return SFTConfig(**{**settings, **changes})
+    optim = replace(config.model.optim, lr=0.01)
+    return replace(config, model=replace(config.model, optim=optim))
 
 
 def read_accuracies(out: Path) -> list[tuple[int, float]]:

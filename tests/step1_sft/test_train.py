@@ -16,7 +16,6 @@ from pipeline.config import (
     DataConfig,
     FrozenModelConfig,
     OptimConfig,
-    StepConfig,
     TrainedModelConfig,
 )
 from pipeline.data.examples import Message
@@ -34,6 +33,7 @@ from step1_sft.train import perplexity, train
 from tests.distributed import run_ranks
 from tests.families import random_rows, save_base, tiny_causal_lm
 from tests.step3_ppo.toy import FEW
+from tests.test_resume import read_metric
 
 CPU = torch.device("cpu")
 
@@ -53,11 +53,6 @@ def small_task(directory: Path, **changes: Any) -> SFTConfig:
         "micro_batch_size": 8,
     }
     return SFTConfig(**{**settings, **changes})
-
-
-def read_metric(config: StepConfig, name: str) -> list[float]:
-    lines = (config.output_dir / "metrics.jsonl").read_text().splitlines()
-    return [record[name] for line in lines if name in (record := json.loads(line))]
 
 
 @pytest.mark.parametrize("micro_batch_size", [1, 4])

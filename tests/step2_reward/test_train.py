@@ -85,6 +85,7 @@ def test_training_learns_the_better_response(tmp_path: Path, lora: LoraConfig | 
     losses = read_metric(config, "loss")
     assert losses[0] > 0.5
     assert losses[-1] < 0.2
+    assert set(read_metric(config, "lr")) == {0.02 if lora else 0.003}
 
 
 @pytest.mark.jobs

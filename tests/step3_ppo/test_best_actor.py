@@ -57,6 +57,7 @@ def test_actor_that_only_got_worse_is_not_exported(
     origins = [line["began_from"] for line in lines if "began_from" in line]
     assert origins == [str(toy / "actor")]  # no training run created it
     assert max(objectives) == objectives[0]
+    assert f"({objectives[-1]:.3g}, initially {objectives[0]:.3g})" in log
 
 
 @pytest.mark.faults

@@ -133,8 +133,11 @@ def test_divergence_is_rising_reward_with_falling_gold() -> None:
     assert not diverges(partial, errors=2.0)
 
 
-def test_explained_variance_guard_requires_a_critic() -> None:
+def test_guard_requires_what_it_measures() -> None:
     guard = GuardConfig(signal="explained_variance", limit=0.5, window=1)
     assert guard in PPOConfig(guards=(guard,)).guards
     with pytest.raises(ConfigError, match="a critic, which this method lacks"):
         PPOConfig(guards=(guard,), advantage="rloo", group_size=2)
+    guard = GuardConfig(signal="dead_groups", limit=0.5, window=1)
+    with pytest.raises(ConfigError, match="group_size of 2 or more"):
+        PPOConfig(guards=(guard,), group_size=1)

@@ -19,6 +19,7 @@ from step3_ppo.reward_sources import ResponseSubmitter, RewardSources
 from step3_ppo.rewards import ResponseRewards, compute_rewards, score_to_reward
 from step3_ppo.train import train
 from tests.step3_ppo.toy import END, PROMPTS, toy_config, toy_models
+from tests.test_resume import read_metric, read_metrics
 
 FUNCTIONS = """
 from pathlib import Path
@@ -80,11 +81,6 @@ def compute_test_rewards(
         return compute_rewards(models, score, stopped, config, **options)
 
 
-def read_metrics(out: Path) -> list[dict[str, Any]]:
-    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    return [line for line in lines if "score" in line]
-
-
 @pytest.mark.jobs
 def test_reward_function_alone_needs_no_reward_model(toy: Path, file: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
@@ -95,7 +91,7 @@ def test_reward_function_alone_needs_no_reward_model(toy: Path, file: Path, tmp_
 
     train(config)
 
-    for line in read_metrics(out):
+    for line in (line for line in read_metrics(out) if "score" in line):
         # Responses have up to 8 tokens, and the reward is their length in eighths.
         assert line["score"] == pytest.approx(line["response_length"] / 8)
         assert line["reward_length"] == line["score"] == line["reward_score"]
@@ -164,9 +160,9 @@ def test_run_resumes_after_a_reward_function_fails(toy: Path, file: Path, tmp_pa
 
     with pytest.raises(RewardError, match=r"breaks_later failed on 4 of 4.*out of paper"):
         train(config)
-    steps = [line["step"] for line in read_metrics(out)]
+    scores = read_metric(config, "score")
     (file.parent / "fixed").touch()
     train(replace(config, resume=True))
 
-    assert 0 < len(steps) < 3
-    assert [line["step"] for line in read_metrics(out)] == [1, 2, 3]
+    assert 0 < len(scores) < 3
+    assert [line["step"] for line in read_metrics(out) if "score" in line] == [1, 2, 3]

@@ -435,6 +435,7 @@ DIALOGUES = turns(("user", "Q"), ("assistant", "a")), turns(("user", "Q"), ("ass
         ({"messages": [{"role": "assistant", "content": "a", "mask": 1}]}, "with the key mask"),
         ({**RATING, "schema": 9}, "rating has schema 9"),
         ({**RATING, "answers": ["good"]}, 'objects, each with a "text" field'),
+        ({**RATING, "answers": [{"text": 3}]}, 'objects, each with a "text" field'),
         ({**RATING, "choice": 2}, "kind 'pair' can't have choice 2 and 2 answers"),
     ],
 )

@@ -43,6 +43,8 @@ def test_200_random_operations_match_a_dict(tmp_path: Path) -> None:
     store, expected, reads = TensorStore(tmp_path, rank=3, threads=3), {}, 0
     for key, size in sizes.items():
         store.reserve({key: size}, dtypes[key])
+    needed = sum(size * dtypes[key].itemsize for key, size in sizes.items())
+    assert os.fstat(store._file.fileno()).st_size >= needed
 
     for operation in range(200):
         key = rng.choice(list(sizes))

@@ -117,6 +117,15 @@ def test_missing_and_damaged_files_raise_before_loading(shards: bool, tmp_path: 
             assert str(directory) in error
 
 
+def test_file_without_one_of_the_weights_raises(tmp_path: Path) -> None:
+    file, name = save_model(tmp_path) / SINGLE, "model.layers.1.mlp.up_proj.weight"
+    save_file({k: v for k, v in load_file(file).items() if k != name}, file, {"format": "pt"})
+
+    assert f"lacks 1 of the model's weights, such as {name};" in get_error(
+        lambda: load_for_inference(tmp_path)
+    )
+
+
 @pytest.mark.jobs
 def test_command_prints_one_line_and_exits_with_2(tmp_path: Path) -> None:
     directory = save_model(tmp_path)
