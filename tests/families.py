@@ -37,7 +37,7 @@ _LLAMA: dict[str, Any] = {
     "num_attention_heads": 4,
     "max_position_embeddings": 64,
 }
-_GROUPED = {**_LLAMA, "num_key_value_heads": 2}
+GROUPED = {**_LLAMA, "num_key_value_heads": 2}
 _GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
 
 _HUGE = {"hidden_size": 72_000, "word_embed_proj_dim": 72_000, "ffn_dim": 288_000}
@@ -52,10 +52,10 @@ RAGGED_FAMILIES: dict[str, dict[str, Any]] = {
     },
     "gpt2": _GPT2,
     "gpt_neox": _LLAMA,
-    "llama": _GROUPED,
-    "qwen3": {**_GROUPED, "head_dim": 8},
-    "mistral": {**_GROUPED, "sliding_window": WINDOW},
-    "gemma": {**_GROUPED, "head_dim": 8},
+    "llama": GROUPED,
+    "qwen3": {**GROUPED, "head_dim": 8},
+    "mistral": {**GROUPED, "sliding_window": WINDOW},
+    "gemma": {**GROUPED, "head_dim": 8},
     "phi": _LLAMA,
 }
 """Model types whose attention takes concatenated sequences, in all versions of `transformers`."""
@@ -78,16 +78,16 @@ PADDED_FAMILIES: dict[str, dict[str, Any]] = {
         "window_size": WINDOW,
     },
     "bloom": {"hidden_size": 32, "n_layer": 2, "n_head": 4},
-    "gemma2": {**_GROUPED, "head_dim": 8, "sliding_window": WINDOW},
+    "gemma2": {**GROUPED, "head_dim": 8, "sliding_window": WINDOW},
 }
 """Model types with custom attention, which are padded instead; GPT-J's from 5.24 on is not."""
 
 FAMILIES = {**RAGGED_FAMILIES, **PADDED_FAMILIES}
 
 UNPACKED: dict[str, dict[str, Any]] = {
-    "lfm2": {**_GROUPED, "layer_types": ["conv", "full_attention"]},
+    "lfm2": {**GROUPED, "layer_types": ["conv", "full_attention"]},
     "gpt_oss": {
-        **_GROUPED,
+        **GROUPED,
         "head_dim": 8,
         "num_local_experts": 2,
         "num_experts_per_tok": 1,
@@ -95,7 +95,7 @@ UNPACKED: dict[str, dict[str, Any]] = {
         "sliding_window": WINDOW,
     },
     "llama4_text": {
-        **_GROUPED,
+        **GROUPED,
         "head_dim": 8,
         "attention_chunk_size": WINDOW,
         "num_local_experts": 2,
@@ -107,16 +107,16 @@ attention sinks, chunked attention."""
 
 
 SCALED: dict[str, dict[str, Any]] = {
-    "cohere": {**_GROUPED, "logit_scale": 0.25},
-    "granite": {**_GROUPED, "logits_scaling": 8.0},
+    "cohere": {**GROUPED, "logit_scale": 0.25},
+    "granite": {**GROUPED, "logits_scaling": 8.0},
 }
 """Model types that change the logits after the output layer, as gemma2 does too."""
 
 POPULAR: dict[str, dict[str, Any]] = {
-    "qwen2": _GROUPED,
-    "phi3": _GROUPED,
+    "qwen2": GROUPED,
+    "phi3": GROUPED,
     "roberta": _LLAMA,
-    "gemma3_text": {**_GROUPED, "head_dim": 8, "sliding_window": WINDOW},
+    "gemma3_text": {**GROUPED, "head_dim": 8, "sliding_window": WINDOW},
 }
 """More model types, for tests of a few families."""
 

@@ -15,19 +15,15 @@ from pipeline.models.forward.forward import Policy, is_ragged
 from pipeline.models.forward.packing import HEADS, _probe_batching, small_settings
 from pipeline.models.hf.load import load_causal_lm
 from pipeline.system.errors import ModelError
-from tests.families import VOCAB, depends_on_later_tokens, random_rows, randomize, save_to
+from tests.families import GROUPED, VOCAB, depends_on_later_tokens, random_rows, randomize, save_to
 
 CPU = torch.device("cpu")
 LENGTHS = (7, 3, 12, 5, 1, 6, 6)
 WINDOW = 4
 
 _SIZES: dict[str, Any] = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
+    **GROUPED,
     "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
     "vocab_size": VOCAB,
     "bos_token_id": 1,
     "eos_token_id": 2,
