@@ -66,8 +66,8 @@ class PromptBatch:
         return list(zip(map(tuple, self.inputs), self.keys, strict=True))
 
 
-ATTEMPT_KEYS = 2**40
-"""Number of sampling keys reserved for each value of `Prompts.attempt`; no run needs as many."""
+ATTEMPT_GROUPS = 2**40
+"""Number of groups with reserved keys for each value of `Prompts.attempt`; no run needs as many."""
 
 
 @dataclass
@@ -144,7 +144,7 @@ class Prompts:
         self, rows: Sequence[int], groups: Sequence[int], position: int, *, attempt: int
     ) -> PromptBatch:
         size, data = self.group_size, current_mesh().data
-        first_key = attempt * ATTEMPT_KEYS + position * size
+        first_key = (attempt * ATTEMPT_GROUPS + position) * size
         local = [i for i, group in enumerate(groups) if group % data.size == data.rank]
         return PromptBatch(
             groups=[groups[i] for i in local],

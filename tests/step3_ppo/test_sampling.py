@@ -52,6 +52,8 @@ def test_refills_take_the_next_prompts_with_new_keys() -> None:
     assert [row for (row,) in first.inputs[::2] + refill.inputs[::2] + second.inputs[::2]] == order
     assert list(prompts_by_key(first, refill, second)) == list(range(20))
     assert prompts.stream.state_dict() == {"position": 10, "dropped": []}
+    keys = replace(make_prompts(), group_size=3, attempt=1).next_batch().keys
+    assert len({key // 3 for key in keys}) == 4  # each group's episodes have one seed
 
 
 def read_local_prompts() -> tuple[dict[int, list[int]], list[int], list[int]]:
