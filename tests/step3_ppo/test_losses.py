@@ -11,7 +11,6 @@ from step3_ppo.losses import (
     TrustRegion,
     clipped_surrogate,
     k3,
-    overlong_penalty,
     policy_ratio,
     token_rewards,
     value_loss,
@@ -130,14 +129,6 @@ def test_value_loss_is_half_the_larger_squared_error(
     )
 
     assert actual.item() == pytest.approx(loss)
-
-
-def test_overlong_penalty_grows_linearly_to_1() -> None:
-    lengths = torch.tensor([1.0, 16.0, 17.0, 18.0, 19.0, 20.0])
-
-    penalty = overlong_penalty(lengths, limit=20, buffer=4.0)
-
-    assert penalty.tolist() == [0.0, 0.0, -0.25, -0.5, -0.75, -1.0]
 
 
 def test_k1_and_k3_are_unbiased_estimators_of_the_kl() -> None:
