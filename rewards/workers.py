@@ -203,10 +203,9 @@ def supervise() -> None:
     if dies_with_thread:
         # SIGKILL would orphan the processes that the workers started.
         _die_with_parent(parent, signal.SIGTERM)
-    trainer = Connection(descriptor)
     try:
         with contextlib.suppress(EOFError, OSError):  # the training process has exited
-            _serve(trainer)
+            _serve(Connection(descriptor))
     finally:
         _SPAWN_LOCK.acquire()
         _kill_children()
@@ -351,6 +350,8 @@ def work() -> None:
                 result = None, str(error)
             except Exception as error:  # noqa: BLE001 - whatever a user's code raises
                 result = None, f"{name} raised {type(error).__name__}: {error}"
+            if os.getppid() != parent:  # a process forked by the user's code
+                os._exit(0)
             connection.send(result)
 
 

@@ -52,6 +52,8 @@ def misbehave(solution_str, ground_truth):
             pass
     if solution_str == "exit":
         os._exit(3)
+    if solution_str == "fork":
+        os.fork()  # both processes return
     if solution_str == "orphan":
         command = [sys.executable, "-c", "import time; time.sleep(1000)", str(ground_truth)]
         subprocess.Popen(command, start_new_session=True)

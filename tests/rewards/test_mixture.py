@@ -104,9 +104,9 @@ def test_hanging_call_among_64_costs_only_its_deadline() -> None:
     assert result.values == [None if number == 5 else 1.0 for number in range(64)]
 
 
-def test_worker_that_dies_or_hangs_is_replaced() -> None:
+def test_worker_survives_a_fork_and_is_replaced_if_it_dies_or_hangs() -> None:
     with Rewards([function_source("misbehave")], workers=1, timeout_seconds=0.3) as rewards:
-        rewards.submit(make_episodes("exit", "spin", "", "exit", ""))
+        rewards.submit(make_episodes("exit", "spin", "fork", "exit", ""))
         result = rewards.results()["misbehave"]
 
     exited = "the call terminated its process with exit code 3"
