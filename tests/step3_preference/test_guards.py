@@ -11,7 +11,8 @@ from step3_preference.config import DEFAULT_GUARDS, GuardConfig, PreferenceConfi
 from step3_preference.guards import PreferenceSignals
 from step3_preference.train import train
 from tests.distributed import run_ranks
-from tests.step3_preference.toy import metrics, toy_config
+from tests.step3_preference.toy import toy_config
+from tests.test_resume import read_metrics
 
 HEALTHY = {
     "logp_chosen": -0.8,
@@ -74,7 +75,7 @@ def test_rollback_halves_the_learning_rate_and_restores_the_start(
     config = rollback_config(toy, tmp_path)
     run_ranks(_train, config, world_size=processes)
 
-    lines = metrics(tmp_path)
+    lines = read_metrics(tmp_path)
     events = [line["guard"] for line in lines if "guard" in line]
     assert [(row["step"], row["action"], row["to"]) for row in events if "to" in row] == [
         (2, "rollback", 0),

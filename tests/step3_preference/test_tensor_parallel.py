@@ -11,7 +11,8 @@ from pipeline.config import LoraConfig, ParallelConfig
 from step3_preference.train import train
 from tests.distributed import run_ranks
 from tests.staged import train_sharded
-from tests.step3_preference.toy import metrics, toy_config
+from tests.step3_preference.toy import toy_config
+from tests.test_resume import read_metrics
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "dpo": ("dpo", {"zero_stage": 3}),
@@ -31,7 +32,9 @@ def test_two_tensor_parallel_ranks_match_one_process(case: str, toy: Path, tmp_p
 
     run_ranks(train_sharded, train, together)
 
-    for line, expected in zip(metrics(together.output_dir), metrics(alone.output_dir), strict=True):
+    for line, expected in zip(
+        read_metrics(together.output_dir), read_metrics(alone.output_dir), strict=True
+    ):
         figures = {name: v for name, v in expected.items() if isinstance(v, float | int)}
         actual = {name: line[name] for name in figures}
         assert actual == pytest.approx(figures, rel=1e-3, abs=1e-3)

@@ -16,7 +16,8 @@ from step3_preference.config import METHODS
 from step3_preference.train import train
 from tests.distributed import run_ranks
 from tests.step3_ppo.test_best_actor import same_weights
-from tests.step3_preference.toy import metrics, toy_config
+from tests.step3_preference.toy import toy_config
+from tests.test_resume import read_metrics
 
 FIRST = {"ipo": 0.25, "hinge": 1.0, "kto": 0.5}
 FIRST |= dict.fromkeys(("dpo", "cdpo", "rdpo", "ldpo"), math.log(2))
@@ -40,7 +41,7 @@ def test_every_method_has_its_initial_loss_and_learns(
     train(config)
 
     assert len(calls) == 2  # at the start and after the last step, whose weights are exported
-    lines = metrics(tmp_path)
+    lines = read_metrics(tmp_path)
     first = next(line for line in lines if line["step"] == 1)
     if method in FIRST:
         assert first["loss"] == pytest.approx(FIRST[method], rel=1e-6)
@@ -69,9 +70,9 @@ def test_interrupted_run_resumes_bitwise(method: str, toy: Path, tmp_path: Path)
 
     train(replace(config, output_dir=resumed, resume=True))
 
-    assert metrics(resumed) == metrics(full)
+    assert read_metrics(resumed) == read_metrics(full)
     assert same_weights(resumed / "actor", full / "actor")
-    initial, *others = [line for line in metrics(full) if "eval_loss" in line]
+    initial, *others = [line for line in read_metrics(full) if "eval_loss" in line]
     assert initial["eval_kl"] == 0.0
     names = {f"eval_{name}" for name in ("kl", "sampled_length", "sampled_stop_rate")}
     assert all(line.keys() > names and line["eval_kl"] != 0.0 for line in others)
@@ -87,7 +88,9 @@ def test_weights_of_one_and_two_processes_are_bitwise_equal(
     run_ranks(train, replace(config, output_dir=tmp_path / "2"))
 
     assert same_weights(tmp_path / "1" / "actor", tmp_path / "2" / "actor")
-    for line, expected in zip(metrics(tmp_path / "1"), metrics(tmp_path / "2"), strict=True):
+    for line, expected in zip(
+        read_metrics(tmp_path / "1"), read_metrics(tmp_path / "2"), strict=True
+    ):
         for name in line.keys() & {"loss", "z0", "accuracy", "eval_loss", "eval_kl"}:
             assert line[name] == pytest.approx(expected[name], rel=1e-5, abs=1e-6), name
 

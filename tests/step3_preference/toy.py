@@ -63,10 +63,3 @@ def toy_config(directory: Path, method: str = "dpo", **changes: Any) -> Preferen
         "eval_every": 2,
     }
     return PreferenceConfig(**{**settings, **METHODS[method], **changes})
-
-
-def metrics(out: Path) -> list[dict[str, Any]]:
-    """Return the logged metrics, without times."""
-    prefixes = ("seconds", "tokens_per_second", "memory_gb")
-    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    return [{name: line[name] for name in line if not name.startswith(prefixes)} for line in lines]
