@@ -4,36 +4,29 @@ import gc
 from collections.abc import Callable
 from pathlib import Path
 
-import psutil
 import torch
 from torch import Tensor
 
 
-def live_bytes() -> float:
+def live_bytes() -> int:
     """Return the bytes of this process's live tensors, counting each storage once.
 
-    Tensors are found through the garbage collector, and their gradients are also counted. A page of
-    a shared-memory file counts once, divided among the processes that use it.
+    Tensors are found through the garbage collector, and their gradients are also counted.
     """
     gc.collect()
-    maps = psutil.Process().memory_maps(grouped=False)
-    shared = [item for item in maps if item.path.startswith("/memfd:")]
-    ranges = [[int(bound, 16) for bound in item.addr.split("-")] for item in shared]
     sizes: dict[int, int] = {}
     for item in gc.get_objects():
         if not issubclass(type(item), Tensor) or hasattr(item, "_local_tensor"):
             continue  # the local shard of a DTensor is listed separately
         tensors = [item, item.grad] if item.is_leaf else [item]
         for tensor in tensors:
-            if tensor is None or hasattr(tensor, "_local_tensor"):
-                continue
-            storage = tensor.untyped_storage()
-            if not any(start <= storage.data_ptr() < end for start, end in ranges):
+            if tensor is not None and not hasattr(tensor, "_local_tensor"):
+                storage = tensor.untyped_storage()
                 sizes[storage.data_ptr()] = storage.nbytes()
-    return sum(sizes.values()) + sum(item.pss for item in shared)
+    return sum(sizes.values())
 
 
-def measure_peak_bytes(step: Callable[[], None]) -> float:
+def measure_peak_bytes(step: Callable[[], None]) -> int:
     """Return the peak bytes of tensors during a step: live tensors plus the step's allocations.
 
     The profiler reports each allocation and release. Internal buffers of collective libraries are
