@@ -182,7 +182,8 @@ async def score(request: Request) -> Response:
         raise ApiError(
             404, "no reward model is served; start the server with --reward DIR", param="model"
         )
-    dialogue = reward.encode([item.message for item in fields.messages])
+    messages = [item.message for item in fields.messages]
+    dialogue = await asyncio.to_thread(reward.encode, messages)
     call = state.broker.call(lambda: reward.score(dialogue))
     value = await cancel_on_disconnect(request.receive, call)
     return json_response(

@@ -309,8 +309,8 @@ class ChatFormat:
         text = self.render(messages, generation_prompt=False)
         *before, message = messages
         without_block = _without_block(prompt)
-        plain = [_without_thinking(turn) for turn in before]
-        if not text.startswith(without_block) and plain != before:
+        differs = not text.startswith(without_block)
+        if differs and (plain := [_without_thinking(turn) for turn in before]) != before:
             # Unlike the prompt, the rendering omits earlier thinking; the turn itself is the same.
             prompt = self.render(plain, generation_prompt=True)
             return self._render_turn([*plain, message], prompt, origin)

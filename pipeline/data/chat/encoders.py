@@ -14,6 +14,10 @@ if TYPE_CHECKING:
 
 Encoder = Callable[[str], list[int]]
 
+LONG_TEXT = 1000
+"""Maximum length in characters of a text that is encoded without releasing the GIL; in a server, a
+longer one would delay the streams of other clients."""
+
 
 def beginning_encoder(tokenizer: "PreTrainedTokenizerBase") -> Encoder:
     """Return an encoder for the start of a text, without added special tokens."""
@@ -44,6 +48,8 @@ def _encode(backend: "Tokenizer", text: str) -> list[int]:
     if backend.truncation or backend.padding:  # enabled by an earlier call
         backend.no_truncation()
         backend.no_padding()
+    if len(text) > LONG_TEXT:
+        return backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
     return backend.encode(text, add_special_tokens=False).ids
 
 

@@ -1,6 +1,8 @@
-"""The route for scores."""
+"""The route for scores, and long texts."""
 
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -8,7 +10,7 @@ from inference.reward_model import score_responses
 from pipeline.data.chat.resolve_format import resolve_format
 from pipeline.data.examples import Message
 from tests.families import save_to, tiny_classifier
-from tests.inference.serve.serving import LiveServer, post, serving
+from tests.inference.serve.serving import CHAT, LiveServer, get, post, serving
 from tests.pipeline.data.tokenizers import byte_level
 
 DIALOGUE = [
@@ -41,3 +43,21 @@ def test_score_uses_the_reward_models_chat_format(scoring_server: LiveServer, re
 
     assert response.json["score"] == pytest.approx(expected, rel=1e-5)
     assert response.json["model"] == "reward"
+
+
+@pytest.mark.parametrize(("path", "count"), [(CHAT, 1), ("/v1/score", 2)])
+def test_tokenizing_a_long_text_does_not_block_the_server(
+    scoring_server: LiveServer, path: str, count: int
+) -> None:
+    messages = [{"role": "user", "content": "One more. " * 100_000}, DIALOGUE[1]][:count]
+    latencies = []
+
+    with ThreadPoolExecutor() as pool:
+        rejected = pool.submit(post, scoring_server, path, {"messages": messages})
+        while not rejected.done():
+            sent = time.monotonic()
+            get(scoring_server, "/health")
+            latencies.append(time.monotonic() - sent)
+
+    assert rejected.result().error["code"] == "context_length_exceeded"
+    assert max(latencies) < sum(latencies) / 2
