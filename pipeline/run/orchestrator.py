@@ -127,12 +127,15 @@ def main(argv: Sequence[str], stages: Sequence[Stage]) -> None:
     """Run `train.py`: make the plan, then print or run it."""
     given, argv = argv, with_last_options(argv)
     request = parse_request(argv, stages).request
+    if len(argv) > len(given):
+        print_notice(
+            f"using the options of the run, from {request.output_dir / COMMAND}; their relative"
+            " paths refer to the current directory"
+        )
     if request.deployment_type == "kubernetes" and request.plan_for is None:
         _write_job_set(request, argv)
         return
     plan = make_plan(argv, stages)
-    if len(argv) > len(given):
-        print_notice(f"using the options of the run, from {plan.request.output_dir / COMMAND}")
     if plan.request.zero_config is not None and (
         notice := ignored_keys_notice(plan.request.zero_config)
     ):

@@ -65,7 +65,11 @@ def test_resume_without_options_repeats_those_of_the_last_run(
     )
     printed = capsys.readouterr()
     assert "skipping step 1: already finished" in printed.out
-    assert printed.err == f"using the options of the run, from {out}/command.txt\n"
+    assert printed.err.startswith(f"using the options of the run, from {out}/command.txt; their")
+    (out / "command.txt").write_text("python train.py --step 1 --seed 8")
+    with pytest.raises(ConfigError, match="use that setting"):
+        main(["--output-dir", str(out), "--resume"], TOY_STAGES)
+    assert "relative paths refer to the current directory" in capsys.readouterr().err
     # If there is another option, all options must be given.
     with pytest.raises(ConfigError, match=r"with sft\.data\.fields\.prompt a b where this run has"):
         run(out, "--resume", "--step", "1", "--seed", "7")
