@@ -141,7 +141,11 @@ class HeldOut(HeldOutPrompts):
     ) -> list[ScoredResponse]:
         """Score the responses of all processes, and return them in the order of the prompts."""
         del strict  # unused: a reward model never fails
-        texts = [decode_response(self.chat.tokenizer, response.text_ids) for response in responses]
+        continues = [self.prompts[row].messages[-1].role == "assistant" for row in self.rows]
+        texts = [
+            decode_response(self.chat.tokenizer, response.text_ids, continues=is_continued)
+            for response, is_continued in zip(responses, continues, strict=True)
+        ]
         scores = self._score_texts(texts, [response.stopped for response in responses])
         return self.merge_responses(
             [

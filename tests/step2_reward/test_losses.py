@@ -20,15 +20,10 @@ def softplus(x: float) -> float:
 
 
 def test_neutral_pair_losses_equal_bradley_terry_bitwise() -> None:
-    plain = pairwise_loss(CHOSEN, REJECTED)
-    zeros = torch.zeros(50)
-    neutral = {
-        "margin 0": pairwise_loss(CHOSEN, REJECTED, margin=zeros),
-        "focal gamma 0": pairwise_loss(CHOSEN, REJECTED, focal_gamma=0.0),
-    }
+    plain, zeros = pairwise_loss(CHOSEN, REJECTED), torch.zeros(50)
 
-    for name, loss in neutral.items():
-        assert torch.equal(loss, plain), name
+    assert torch.equal(pairwise_loss(CHOSEN, REJECTED, margin=zeros), plain)
+    assert torch.equal(pairwise_loss(CHOSEN, REJECTED, focal_gamma=0.0), plain)
     against_0 = binary_cross_entropy(CHOSEN, torch.ones(50))
     assert torch.equal(against_0, pairwise_loss(CHOSEN, zeros))
 

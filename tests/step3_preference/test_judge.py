@@ -65,23 +65,23 @@ def test_answers_are_scored_with_the_configured_precision_and_code(
     ]
     dialogues = [((Message("user", prompt),), answer["text"]) for prompt, answer in answers]
     scores, stopped = ([answer[name] for _, answer in answers] for name in ("score", "stopped"))
-    assert False in stopped  # these get no end token
     assert scores == pytest.approx(score_responses(reward, dialogues, stopped))
-    assert scores != pytest.approx(score_responses(reward, dialogues))
+    assert scores != pytest.approx(score_responses(reward, dialogues))  # some have no end token
     in_fp32 = FrozenModelConfig(path=str(custom_model), trust_remote_code=True)
     assert scores != pytest.approx(score_responses(in_fp32, dialogues, stopped), rel=1e-6)
 
 
-def test_kl_is_that_of_the_sampled_distributions(toy: Path) -> None:
+def test_kl_is_that_of_the_sampled_distributions_and_prefills_keep_spaces(toy: Path) -> None:
     config = toy_config(toy, temperature=0.5)
     chat, run = load_chat(config.model, config.data), {"total_steps": 1, "seed": 0, "name": "actor"}
     _, passes = make_policy(config.model, chat.tokenizer, config.parallel, current_mesh(), **run)
     initial, engine = InitialActor(passes), passes.engine
     engine.load_masters([1.5 * master for master in engine.masters()])
-    prompts = [Prompt((), [1, 20, 21])]
+    prompts = [Prompt((Message("user", "How are you?"), Message("assistant", "I am")), [1, 20, 21])]
     held_out = HeldOut(prompts, chat, lambda: nullcontext(engine.model), initial, config)
 
     kl = held_out.compute_kl([Response([30, 31], stopped=False)])
+    (after_space,) = held_out.score_all([Response([38, 31], stopped=False)])
 
     model = AutoModelForCausalLM.from_pretrained(config.model.path)
     logprobs = []
@@ -91,3 +91,4 @@ def test_kl_is_that_of_the_sampled_distributions(toy: Path) -> None:
         logits = model(torch.tensor([[1, 20, 21, 30, 31]])).logits[0, 2:4] / 0.5
         logprobs.append(logits.log_softmax(dim=1)[[0, 1], [30, 31]].sum().item())
     assert kl == pytest.approx(logprobs[1] - logprobs[0], rel=1e-4)
+    assert after_space.text.startswith(" ")
