@@ -48,7 +48,10 @@ def main(argv: Sequence[str]) -> None:
     path = find_model(config.path, config.method)
     model, tokenizer = load_for_inference(path, precision=config.precision)
     conversation = Conversation(model, tokenizer, resolve_format(tokenizer, "auto"), sampling)
-    conversation.reset(config.system)
+    # Bytes of the command line that are not valid UTF-8 are surrogates.
+    conversation.reset(
+        (config.system or "").encode(errors="surrogateescape").decode(errors="replace")
+    )
     step = read_step_config(Path(path)) or read_step_config(Path(path).parent)  # it wrote the model
     data = step.get("data")
     is_embedded_task = isinstance(data, dict) and data.get("path") == [EMBEDDED]

@@ -37,9 +37,7 @@ ALIASES = {"clear": "/reset", "quit": "/quit", "exit": "/quit"}
 
 @dataclass(frozen=True)
 class TurnResult:
-    """A response; its text is the last message of the dialogue."""
-
-    text: str
+    """Facts about a response, whose text is the last message of the dialogue."""
 
     num_dropped: int
     """Number of oldest messages that did not fit in the model's context."""
@@ -113,7 +111,7 @@ class Conversation:
         self.num_responses += 1
         response = "".join(pieces).strip()
         self.messages = [*dialogue, Message("assistant", response)]
-        return TurnResult(response, num_dropped, interrupted)
+        return TurnResult(num_dropped, interrupted)
 
 
 def fit_turns(

@@ -15,7 +15,7 @@ from inference.engine.requests import Response, sample_key
 from inference.engine.sampling import TokenLogprobs, make_sampler
 from inference.generation import generate_each
 from inference.settings import Sampling
-from inference.text import continuation, plain_text
+from inference.text import continuation, encode_text, plain_text
 from pipeline.data.chat.encoders import end_ids
 from pipeline.data.chat.resolve_format import resolve_format
 from pipeline.data.examples import Message
@@ -156,7 +156,7 @@ class Responder:
         elif prompt.text is None:
             raise DataError(f'{prompt.origin} has "messages", but --raw requires a text "prompt"')
         else:
-            token_ids = list(self.tokenizer(prompt.text, verbose=False)["input_ids"])
+            token_ids = encode_text(self.tokenizer, prompt.text)
         limit = context_length(self.model)
         if not 0 < len(token_ids) < limit:
             raise DataError(

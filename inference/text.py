@@ -59,6 +59,15 @@ def plain_text(tokenizer: PreTrainedTokenizerBase, token_ids: list[int]) -> str:
     return text
 
 
+def encode_text(
+    tokenizer: PreTrainedTokenizerBase, text: str, *, special: bool = True
+) -> list[int]:
+    """Return the text's token ids; `special` adds special tokens unless BOS begins the text."""
+    bos_token = tokenizer.bos_token
+    special = special and not (bos_token and text.startswith(str(bos_token)))
+    return list(tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])
+
+
 def printable(text: str) -> str:
     """Replace control characters, which could manipulate a terminal, except newlines and tabs."""
     return "".join(

@@ -27,7 +27,7 @@ from inference.serve.models import ServedModel
 from inference.serve.schema import ChatRequest, CompletionRequest, SamplingFields, read_request
 from inference.serve.state import State, get_client, get_state
 from inference.serve.worker import Job, Piece
-from inference.text import plain_text
+from inference.text import encode_text, plain_text
 
 MAX_ROWS = 1024
 """Maximum number of responses per request."""
@@ -141,11 +141,6 @@ class Reply:
         """Requests for the responses to each prompt; empty if the prompts are only scored."""
 
     @property
-    def num_prompt_tokens(self) -> int:
-        """Number of tokens in all prompts."""
-        return sum(map(len, self.prompts))
-
-    @property
     def num_rows(self) -> int:
         """Number of responses."""
         return len(self.prompts) * self.per_prompt
@@ -176,12 +171,14 @@ class Reply:
             streams=streams,
         )
 
-    def check_rows(self) -> None:
-        """Raise ApiError if there are too many responses."""
+    def check_prompts(self, min_room: int = 1) -> None:
+        """Raise ApiError if there are too many responses, or a prompt is invalid."""
         if self.per_prompt > (max_n := self.state.config.max_n):
             raise ApiError(400, f"n must be at most {max_n}, got {self.per_prompt}", param="n")
         if self.num_rows > MAX_ROWS:
             raise ApiError(400, f"a request can have at most {MAX_ROWS} responses", param="n")
+        for prompt in self.prompts:
+            check_prompt(self.served, prompt, self.prompt_field, min_room)
 
     def prepare(self, fields: SamplingFields, max_tokens: int | None, num_top: int | None) -> None:
         """Create the requests that generate the responses.
@@ -191,11 +188,10 @@ class Reply:
         Raises:
             ApiError: a prompt or a setting is invalid.
         """
-        self.check_rows()
+        self.check_prompts()
         scope = {"client": self.client, "all": "", "off": self.id}[self.state.config.prefix_reuse]
         sampler = _make_sampler(fields, self.served, self.seed)
         for row, prompt in enumerate(self.prompts):
-            check_prompt(self.served, prompt, self.prompt_field)
             max_new_tokens = self._max_tokens(fields, len(prompt), max_tokens)
             self.requests.append(
                 [
@@ -232,7 +228,7 @@ class Reply:
         return limit
 
 
-def check_prompt(served: ServedModel, prompt: Sequence[int], param: str, min_room: int = 1) -> None:
+def check_prompt(served: ServedModel, prompt: Sequence[int], param: str, min_room: int) -> None:
     """Reject a prompt that is empty, contains unknown ids, or leaves fewer than `min_room` tokens.
 
     Raises:
@@ -262,7 +258,7 @@ def _make_sampler(fields: SamplingFields, served: ServedModel, seed: int) -> Sam
         temperature=1.0 if fields.temperature is None else fields.temperature,
         seed=seed,
         top_k=fields.top_k if fields.top_k and fields.top_k > 0 else None,
-        top_p=fields.top_p or 1.0,
+        top_p=1.0 if fields.top_p is None else max(fields.top_p, 1e-9),  # 0: only the likeliest
         min_p=fields.min_p or 0.0,
         repetition_penalty=fields.repetition_penalty or 1.0,
         presence_penalty=fields.presence_penalty or 0.0,
@@ -360,7 +356,7 @@ class TextReply(Reply):
     def __init__(self, state: State, fields: CompletionRequest, client: str) -> None:
         super().__init__(state, fields, client)
         self.fields = fields
-        served, prompts = self.served, fields.prompts
+        tokenizer, prompts = self.served.tokenizer, fields.prompts
         self.scores: list[list[TokenLogprobs | None]] = []
         """Log-probabilities of each prompt's tokens; empty unless echoes include them."""
         if not prompts:
@@ -369,22 +365,15 @@ class TextReply(Reply):
             raise ApiError(
                 400, "best_of is not supported; omit it, or set it to n", param="best_of"
             )
-        self.prompts = [
-            served.encode_text(item) if isinstance(item, str) else item for item in prompts
-        ]
-        self.check_rows()
-        only_scores = bool(fields.echo) and fields.max_tokens == 0
-        for prompt in self.prompts:
-            check_prompt(served, prompt, self.prompt_field, 0 if only_scores else 1)
-        if not only_scores:
+        self.prompts = [encode_text(tokenizer, p) if isinstance(p, str) else p for p in prompts]
+        if fields.echo and fields.max_tokens == 0:
+            self.check_prompts(min_room=0)
+        else:
             limit = 16 if fields.max_tokens is None else fields.max_tokens  # OpenAI's default
             self.prepare(fields, limit, fields.logprobs)
         self.echoes: list[str] | None = None
         if fields.echo:
-            self.echoes = [
-                item if isinstance(item, str) else plain_text(served.tokenizer, item)
-                for item in prompts
-            ]
+            self.echoes = [p if isinstance(p, str) else plain_text(tokenizer, p) for p in prompts]
 
     async def score_prompts(self) -> None:
         """Compute the log-probabilities of echoed prompts."""
@@ -433,12 +422,13 @@ class TextReply(Reply):
         """Return OpenAI's logprobs object; a prompt's first token has no log-probability."""
         vocab = self.served.token_bytes
         entries = [entry for *_, entry in tokens]
+        tops = [None if e is None else (*e.top, (id_, e.logprob)) for id_, _, e in tokens]
         return {
             "tokens": [part.decode(errors="replace") or vocab.name(id_) for id_, part, _ in tokens],
             "token_logprobs": [None if e is None else max(e.logprob, MIN_LOGPROB) for e in entries],
             "top_logprobs": [
-                None if e is None else {vocab.name(t): max(p, MIN_LOGPROB) for t, p in e.top}
-                for e in entries
+                None if top is None else {vocab.name(t): max(p, MIN_LOGPROB) for t, p in top}
+                for top in tops
             ],
             "text_offset": [position.advance(part) for _, part, _ in tokens],
         }
@@ -451,15 +441,16 @@ def new_id(prefix: str) -> str:
 
 def count_usage(reply: Reply, pieces: Mapping[int, Piece]) -> dict[str, Any]:
     """Return OpenAI's usage; a prompt's cached tokens are those that all its responses reused."""
+    num_prompt = sum(map(len, reply.prompts))
     num_completion = sum(len(piece.ids) for piece in pieces.values())
     reused: dict[int, int] = {}
     for row, piece in pieces.items():
         prompt = row // reply.per_prompt
         reused[prompt] = min(piece.num_reused, reused.get(prompt, piece.num_reused))
     return {
-        "prompt_tokens": reply.num_prompt_tokens,
+        "prompt_tokens": num_prompt,
         "completion_tokens": num_completion,
-        "total_tokens": reply.num_prompt_tokens + num_completion,
+        "total_tokens": num_prompt + num_completion,
         "prompt_tokens_details": {"cached_tokens": sum(reused.values())},
     }
 

@@ -120,12 +120,6 @@ class ServedModel:
             reason = str(error).replace("data.template_args", "chat_template_kwargs:")
             raise ApiError(400, reason, param="chat_template_kwargs") from None
 
-    def encode_text(self, text: str, *, special: bool = True) -> list[int]:
-        """Return the text's token ids; `special` adds special tokens unless BOS begins the text."""
-        bos_token = self.tokenizer.bos_token
-        special = special and not (bos_token and text.startswith(str(bos_token)))
-        return list(self.tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])
-
     @torch.inference_mode()
     def prompt_logprobs(self, prompt: Sequence[int], num_top: int) -> list[TokenLogprobs | None]:
         """Return the log-probability of each token given the preceding ones, or None for the first.

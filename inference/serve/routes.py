@@ -33,6 +33,7 @@ from inference.serve.schema import (
 )
 from inference.serve.security import AccessControl
 from inference.serve.state import State, get_client, get_state
+from inference.text import encode_text
 from pipeline import __version__
 from pipeline.system.errors import DataError
 
@@ -89,7 +90,9 @@ async def _handle_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     messages = {404: "no such path", 405: f"this path does not support {request.method}"}
     message = messages.get(error.status_code, "the request can't be read")
-    return ApiError(error.status_code, message).response
+    response = ApiError(error.status_code, message).response
+    response.headers.update(error.headers or {})  # methods that the path allows
+    return response
 
 
 def page_routes() -> list[Route]:
@@ -167,9 +170,8 @@ async def tokenize(request: Request) -> Response:
             arguments=fields.chat_template_kwargs,
         )
     else:
-        ids = await asyncio.to_thread(
-            served.encode_text, fields.prompt or "", special=fields.add_special_tokens
-        )
+        text, special = fields.prompt or "", fields.add_special_tokens
+        ids = await asyncio.to_thread(encode_text, served.tokenizer, text, special=special)
     return json_response({"count": len(ids), "max_model_len": served.context, "tokens": ids})
 
 

@@ -27,6 +27,7 @@ UNSUPPORTED = (
     *("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs"),
     *("audio", "modalities", "prediction", "web_search_options", "chat_template", "suffix"),
     *("chat_template_kwargs", "reasoning_effort", "service_tier", "store", "use_beam_search"),
+    *("allowed_token_ids", "bad_words", "ignore_eos", "prompt_logprobs", "stop_token_ids"),
 )
 """Fields of OpenAI's and vLLM's APIs that are rejected."""
 
@@ -100,7 +101,7 @@ class SamplingFields(StrictModel):
 
     model: str = Field(default="", max_length=512)
     temperature: float | None = Field(default=None, ge=0, le=100)
-    top_p: float | None = Field(default=None, gt=0, le=1)
+    top_p: float | None = Field(default=None, ge=0, le=1)
     n: int | None = Field(default=None, ge=1)
     stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOPS)] | None = None
     stream: bool | None = None
@@ -132,7 +133,7 @@ class SamplingFields(StrictModel):
 class ChatRequest(SamplingFields, TemplateFields):
     """`POST /v1/chat/completions`."""
 
-    messages: list[ChatMessage] = Field(min_length=1, max_length=4096)
+    messages: list[ChatMessage] = Field(min_length=1, max_length=1024)
     max_completion_tokens: int | None = Field(default=None, ge=1, lt=2**31)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=20)
@@ -177,7 +178,7 @@ class TokenizeRequest(StrictModel, TemplateFields):
 
     model: str = ""
     prompt: str | None = None
-    messages: list[ChatMessage] | None = Field(default=None, min_length=1, max_length=4096)
+    messages: list[ChatMessage] | None = Field(default=None, min_length=1, max_length=1024)
     add_special_tokens: bool = True
 
 
@@ -185,7 +186,7 @@ class ScoreRequest(StrictModel):
     """`POST /v1/score`: a dialogue that ends with the response to score."""
 
     model: str = ""
-    messages: list[ChatMessage] = Field(min_length=2, max_length=4096)
+    messages: list[ChatMessage] = Field(min_length=2, max_length=1024)
 
 
 class RatedMessage(StrictModel, extra="forbid"):
@@ -213,7 +214,7 @@ class RatingRequest(StrictModel, extra="forbid"):
 
     kind: Literal["pair", "thumb", "edit"]
     rater: str = Field(default="", max_length=64)
-    messages: list[RatedMessage] = Field(min_length=1, max_length=4096)
+    messages: list[RatedMessage] = Field(min_length=1, max_length=1024)
     answers: list[RatedAnswer] = Field(min_length=1, max_length=2)
     choice: Literal[0, 1] | None = None
     strength: Literal[1, 2, 3] | None = None

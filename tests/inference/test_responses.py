@@ -155,6 +155,11 @@ def test_chat_text_is_stripped_and_raw_text_is_not(
     assert len(cut_response.token_ids) == len(cut_response.logprobs) < len(ids)
 
 
+def test_raw_text_does_not_get_a_second_bos_token(make_responder: Callable[..., Responder]) -> None:
+    first, second = (Prompt(text, (), text, "line 1") for text in ("Hi", "<s>Hi"))
+    assert make_responder(raw=True).encode(first) == make_responder(raw=True).encode(second)
+
+
 def transformers_greedy(directory: Path, ids: list[int]) -> list[int]:
     model: Any = AutoModelForCausalLM.from_pretrained(directory)
     return model.generate(torch.tensor([ids]), max_new_tokens=10, do_sample=False)[0].tolist()

@@ -114,7 +114,7 @@ def test_ctrl_c_ends_a_chat_with_piped_input(
 
 @pytest.mark.jobs
 def test_command_answers_piped_lines() -> None:
-    options = ("--path", "embedded", "--max-new-tokens", "3", "--seed", "1")
+    options = ("--path", "embedded", "--max-new-tokens", "3", "--seed", "1", "--system", "\udcff")
     result = run_command("chat.py", *options, stdin="hi\nquit\n")
 
     assert result.returncode == 0

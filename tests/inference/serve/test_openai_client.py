@@ -9,6 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from inference.serve.models import ServedModel
+from inference.text import encode_text
 from tests.inference.serve.serving import (
     COMPLETIONS,
     LiveServer,
@@ -93,7 +94,7 @@ def test_stream_joins_to_the_response_of_the_same_seed(server: LiveServer, count
 
 def test_temperature_0_matches_greedy_transformers(server: LiveServer) -> None:
     served = server.state.models["tiny"]
-    prompt = torch.tensor([served.encode_text("The sun")])
+    prompt = torch.tensor([encode_text(served.tokenizer, "The sun")])
     ids = prompt[0].tolist()
     plain = transformers_copy(served)
     with torch.no_grad():
@@ -101,17 +102,8 @@ def test_temperature_0_matches_greedy_transformers(server: LiveServer) -> None:
             prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=16
         )[0].tolist()[len(ids) :]
 
-    response = post(
-        server,
-        COMPLETIONS,
-        {
-            "model": "tiny",
-            "prompt": ids,
-            "temperature": 0,
-            "max_tokens": 16,
-            "return_token_ids": True,
-        },
-    )
+    body = {"prompt": ids, "temperature": 0, "max_tokens": 16, "return_token_ids": True}
+    response = post(server, COMPLETIONS, body)
 
     assert response.json["choices"][0]["token_ids"] == expected
 
@@ -127,7 +119,7 @@ def test_completions_accept_texts_and_token_ids(server: LiveServer) -> None:
         ).text
         by_ids = client.completions.create(
             model="tiny",
-            prompt=[served.encode_text(prompt) for prompt in prompts],
+            prompt=[encode_text(served.tokenizer, prompt) for prompt in prompts],
             seed=3,
             max_tokens=12,
             logprobs=2,
@@ -140,12 +132,9 @@ def test_completions_accept_texts_and_token_ids(server: LiveServer) -> None:
         assert choice.logprobs is not None
         assert choice.logprobs.text_offset is not None
         assert choice.logprobs.text_offset[0] == 0
-        assert {len(top) for top in choice.logprobs.top_logprobs or []} <= {1, 2}
-    response = post(
-        server,
-        COMPLETIONS,
-        {"model": "tiny", "prompt": prompts, "seed": 3, "max_tokens": 12, "stream": True},
-    )
+        assert {len(top) for top in choice.logprobs.top_logprobs or []} <= {1, 2, 3}
+    body = {"prompt": prompts, "seed": 3, "max_tokens": 12, "stream": True}
+    response = post(server, COMPLETIONS, body)
     joined = ["", ""]
     for part in stream_events(response):
         joined[part["choices"][0]["index"]] += part["choices"][0]["text"]
@@ -155,6 +144,7 @@ def test_completions_accept_texts_and_token_ids(server: LiveServer) -> None:
 def test_errors_raise_the_clients_exceptions(server: LiveServer) -> None:
     import openai
 
+    functions: Any = [{"type": "function", "function": {"name": "f"}}]
     with make_client(server) as client:
         with pytest.raises(openai.NotFoundError) as missing:
             client.chat.completions.create(model="other", messages=MESSAGES)
@@ -163,11 +153,7 @@ def test_errors_raise_the_clients_exceptions(server: LiveServer) -> None:
         with pytest.raises(openai.BadRequestError) as long:
             client.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=10_000)
         with pytest.raises(openai.BadRequestError) as tools:
-            client.chat.completions.create(
-                model="tiny",
-                messages=MESSAGES,
-                tools=[{"type": "function", "function": {"name": "f"}}],
-            )
+            client.chat.completions.create(model="tiny", messages=MESSAGES, tools=functions)
 
     assert missing.value.code == "model_not_found"
     assert "available models: tiny" in missing.value.message

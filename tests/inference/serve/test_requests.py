@@ -8,6 +8,7 @@ import torch
 
 from inference.ratings import RatingsFile, read_ratings
 from inference.serve.completions import MIN_LOGPROB
+from inference.text import encode_text
 from tests.inference.serve.serving import (
     CHAT,
     COMPLETIONS,
@@ -23,6 +24,7 @@ TURN = {"role": "user", "content": "Hi"}
 TOOL_CALLS = {"role": "assistant", "content": "", "tool_calls": [{}]}
 DIALOGUE = [TURN, {"role": "assistant", "content": "Yes"}]
 RATED = [{"model": "tiny", "text": text} for text in ("short", "longer")]
+NAMES = ("tokens", "token_logprobs", "top_logprobs")
 PAIR: dict[str, Any] = {"kind": "pair", "messages": [TURN], "answers": RATED, "choice": 1}
 
 
@@ -55,6 +57,8 @@ def completion_texts(server: LiveServer, **fields: Any) -> list[str]:
         (COMPLETIONS, {"prompt": "Hi", "max_tokens": 5, "min_tokens": 6}, "min_tokens"),
         (COMPLETIONS, {"prompt": "Hi", "logit_bias": {"100000": 1}}, "logit_bias"),
         (COMPLETIONS, {"prompt": "Hi", "stop": ["a"] * 17}, "stop"),
+        (COMPLETIONS, {"prompt": "Hi", "stop_token_ids": [7]}, "stop_token_ids"),
+        (CHAT, {"messages": [TURN] * 1025}, "messages"),
         (CHAT, {"messages": []}, "messages"),
         (CHAT, {"messages": [TURN | {"content": [{"type": "image_url"}]}]}, "messages"),
         (CHAT, {"messages": [TURN, TOOL_CALLS, TURN]}, "messages"),
@@ -122,10 +126,14 @@ def test_response_has_the_requested_or_default_length(server: LiveServer) -> Non
     assert lengths(CHAT, **answered, add_generation_prompt=False) == [2]
 
 
+def test_top_p_0_selects_the_most_likely_tokens(server: LiveServer) -> None:
+    assert completion_texts(server, temperature=1, top_p=0) == completion_texts(server)
+
+
 def test_echoed_log_probabilities_match_transformers(server: LiveServer) -> None:
     served = server.state.models["tiny"]
     prompt, fields = "The sun", {"max_tokens": 4, "echo": True, "logprobs": 2, "seed": 1}
-    ids = torch.tensor([served.encode_text(prompt)])
+    ids = torch.tensor([encode_text(served.tokenizer, prompt)])
     with torch.no_grad():
         expected = transformers_copy(served)(ids).logits.log_softmax(-1)[0, :-1]
     echo_only, with_response = (
@@ -145,6 +153,8 @@ def test_echoed_log_probabilities_match_transformers(server: LiveServer) -> None
         assert logprobs["token_logprobs"][1:length] == pytest.approx(target, abs=1e-4)
         top = [sorted(t.values())[::-1][:2] for t in logprobs["top_logprobs"][1:length]]
         assert torch.tensor(top).allclose(expected.topk(2).values, atol=1e-4)
+        for token, logprob, alternatives in list(zip(*map(logprobs.get, NAMES), strict=True))[1:]:
+            assert alternatives[token] == logprob
         assert logprobs["text_offset"][:length] == [0, 0, 3]  # the first token has no text
         assert logprobs["tokens"][:length] == ["<s>", "The", " sun"]
     assert len(longer["logprobs"]["tokens"]) == length + with_response["usage"]["completion_tokens"]
@@ -165,7 +175,7 @@ def test_reported_log_probabilities_have_a_lower_bound() -> None:
 
     (entry,), logprobs = response["logprobs"]["content"], completion["logprobs"]
     assert [top["logprob"] for top in entry["top_logprobs"]] == [0.0, MIN_LOGPROB]
-    assert [sorted(t.values()) for t in logprobs["top_logprobs"][1:]] == [[MIN_LOGPROB, 0.0]] * 3
+    assert [set(t.values()) for t in logprobs["top_logprobs"][1:]] == [{MIN_LOGPROB, 0.0}] * 3
     assert logprobs["token_logprobs"][1:] == [MIN_LOGPROB, 0.0, 0.0]
 
 
@@ -173,7 +183,7 @@ def test_tokenize_returns_token_ids(server: LiveServer) -> None:
     served = server.state.models["tiny"]
     response = post(server, "/tokenize", {"prompt": "The sun"}).json
 
-    ids = served.encode_text("The sun")
+    ids = encode_text(served.tokenizer, "The sun")
     assert response == {"tokens": ids, "count": len(ids), "max_model_len": served.context}
 
 
@@ -202,7 +212,8 @@ def test_unknown_paths_and_disabled_features_return_404(server: LiveServer) -> N
     for path, content_type in types.items():
         assert get(server, path).headers["content-type"].startswith(content_type)
     assert get(server, "/no/path").status == 404
-    assert get(server, COMPLETIONS).status == 405
+    rejected = get(server, COMPLETIONS)
+    assert (rejected.status, rejected.headers["allow"]) == (405, "POST")
     assert post(server, "/v1/score", {"messages": DIALOGUE}).status == 404
     assert post(server, COMPLETIONS, b"[]").status == 400
     assert post(server, COMPLETIONS, b"{").status == 400
