@@ -71,11 +71,16 @@ class RewardConfig(LabelSettings, EarlyStopping):
 
         Raises:
             DataError: as in `select_rows`.
-            ConfigError: a setting for pairs would have no effect on these rows.
+            ConfigError: a setting would have no effect on these rows.
         """
-        selected = select_rows(self, train, held_out)
+        selected, kind = select_rows(self, train, held_out), detect_kind(self, train)
         require(
-            self.center_coef == 0 or detect_kind(self, train) == "pairs",
+            kind == "classes" or not (self.class_list or self.class_values or self.class_weights),
+            "reward.class_list, class_values and class_weights are for classes, but the rows have"
+            f" labels of kind {kind}; omit them, or set reward.labels to classes",
+        )
+        require(
+            self.center_coef == 0 or kind == "pairs",
             "reward.center_coef is for pairs of responses, which the rows aren't; omit it",
         )
         require(

@@ -139,6 +139,7 @@ def test_label_kind_is_detected_from_the_rows(rows: list[Example], expected: str
         ({"class_list": ("a", "b")}, label_rows("a", "c"), "line 2: label c is not one of"),
         ({"class_values": (1.0,)}, label_rows("a", "b", "a"), "class_values has 1 numbers, but"),
         ({"margin": True}, [PAIR, replace(PAIR, margin=1.0)], "no training pair has a margin"),
+        ({"class_list": ("a", "b")}, [PAIR, PAIR], "class_weights are for classes"),
         ({"center_coef": 0.1}, label_rows("a", "b", "a"), "reward.center_coef is for pairs"),
     ],
 )
