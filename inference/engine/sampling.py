@@ -15,7 +15,7 @@ from torch import Tensor
 
 from inference.settings import Sampling
 from pipeline.kernels import sampling
-from pipeline.kernels.sampling import Draw
+from pipeline.kernels.sampling import MIN_TEMPERATURE, Draw
 
 BLOCK = 128
 """Tokens per block, about the square root of a vocabulary's size; only one block is searched."""
@@ -153,7 +153,7 @@ class Sampler(Draw):
         points: Float[np.ndarray, " B"],
     ) -> tuple[Int[Tensor, " B"], Float[Tensor, " B"]]:
         """Draw from the adjusted logits `scores`; return log-probabilities under `logits`."""
-        scale = self.temperature or 1.0
+        scale = max(self.temperature or 1.0, MIN_TEMPERATURE)
         logprobs = (logits / scale if scale != 1.0 else logits).log_softmax(dim=-1)
         if self.temperature == 0:
             tokens = argmax_tokens(scores)

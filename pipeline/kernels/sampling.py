@@ -15,6 +15,9 @@ from pipeline.kernels.gpu import DTYPES, Gpu
 
 UINT64_RANGE = 2**64
 
+MIN_TEMPERATURE = 1e-30
+"""Minimum positive temperature; lower ones count as this one, since the logits would overflow."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Draw:
@@ -124,7 +127,7 @@ def launch(
         seed=draw.seed % UINT64_RANGE,
         top_p=draw.top_p,
         min_p=draw.min_p,
-        temperature=draw.temperature,
+        temperature=draw.temperature and max(draw.temperature, MIN_TEMPERATURE),
         vocabulary_size=vocabulary_size,
         top_k=0 if draw.top_k is None else min(draw.top_k, vocabulary_size),
     )

@@ -101,7 +101,7 @@ def test_temperature_0_is_greedy_and_reports_logprobs_at_temperature_1() -> None
 
     tokens, logprobs = Sampler(temperature=0.0, top_p=1.0, seed=0)(logits, [0, 1], 0)
 
-    assert tokens == [2, 0]
+    assert tokens == [2, 0] == Sampler(temperature=1e-40, seed=0)(logits, [0, 1], 0)[0]
     normalizers = [math.log(sum(math.exp(x) for x in row)) for row in logits.tolist()]
     assert logprobs == pytest.approx([3 - normalizers[0], 2 - normalizers[1]])
 
