@@ -24,8 +24,9 @@ logger = logging.getLogger(__name__)
 MAX_HEADER_BYTES = 64 * 1024
 """Maximum size of a request line and headers, in bytes."""
 
-KEEP_ALIVE_SECONDS = 5
-"""Seconds for which an idle connection stays open."""
+KEEP_ALIVE_SECONDS = 75
+"""Seconds for which an idle connection stays open: more than in the pools of clients and proxies,
+which could otherwise send a request on a connection that is being closed."""
 
 
 def listen(config: ServeConfig) -> socket.socket:

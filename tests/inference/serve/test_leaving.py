@@ -147,6 +147,7 @@ def test_each_request_must_send_its_headers_in_time() -> None:
         request = request_bytes("/ready", method="GET", headers={"Connection": "keep-alive"})
         connection.sendall(request)
         assert connection.recv(65536).startswith(b"HTTP/1.1 200")
+        assert server.server.config.timeout_keep_alive > 60  # as long as nginx's pool
         connection.sendall(request[:20])
         start = time.monotonic()
         while connection.recv(65536):  # until the server closes the connection
