@@ -275,7 +275,7 @@ def token_rows(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def measure(args: argparse.Namespace) -> None:
-    """Run one side and print its metrics as a line of JSON."""
+    """Run one side and print its speed in `UNITS` of the task per second."""
     steps = (run_ours if args.side == "ours" else run_trl)(args)[WARM_UP:]
     seconds = sum(step[0] for step in steps)
     rows = len(steps) * args.batch_size / seconds

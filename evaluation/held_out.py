@@ -89,7 +89,7 @@ def encode_prompts(
 
 
 class HeldOutPrompts(ABC):
-    """Prompts that no step trained on.
+    """Generates and scores responses to prompts that no step trained on.
 
     Args:
         prompts: all prompts, on every process.

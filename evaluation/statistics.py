@@ -35,7 +35,7 @@ def standard_error(values: Float[Tensor, " B"], *, group_size: int) -> float:
 
 
 def global_moments(values: Tensor, mask: Bool[Tensor, "*shape"]) -> tuple[float, float]:
-    """Return the mean and the biased variance of the masked values of all processes."""
+    """Return the mean and biased variance of all processes' values where `mask` is true."""
     real = values[mask].double()
     total, count = current_mesh().data.sums([real.sum().item(), real.numel()])
     mean = total / max(1.0, count)

@@ -1,10 +1,10 @@
 r"""The tasks, by name: GSM8K, IFEval, the embedded task and arithmetic.
 
-GSM8K (Cobbe et al. 2021, arXiv:2110.14168) holds grade-school word problems: `question`, and
-`answer`, a solution that ends in `#### 18`. A response is graded in two ways, because the choice
-often matters more than the training: `strict` takes the number that is marked as the answer, by
-#### or \boxed, and `flexible` takes the last number of the text. Numbers are compared
-exactly, as fractions.
+GSM8K (Cobbe et al. 2021, arXiv:2110.14168) has grade-school word problems: `question`, and
+`answer`, a solution that ends with a line such as `#### 18`. A response is graded in two ways,
+because the choice often matters more than the training: `strict` takes the number that is marked
+as the answer, by #### or \boxed, and `flexible` takes the last number of the text. Numbers are
+compared exactly, as fractions.
 """
 
 from collections.abc import Mapping, Sequence

@@ -236,7 +236,7 @@ def _read_settings(spec: str, option: str) -> Mapping[str, Any]:
 
 
 def read_specs(specs: Iterable[str]) -> list[RewardConfig]:
-    """Parse several values as sources, and give them distinct names."""
+    """Parse the values of `--reward` as sources with distinct names; see `read_spec`."""
     sources: list[RewardConfig] = []
     for spec in specs:
         sources.append(read_spec(spec, [source.name for source in sources]))

@@ -79,7 +79,7 @@ def _die_with_parent(parent: int) -> None:
 
 
 def _run_isolated(job: dict, status: int) -> int:
-    """Run the program in new namespaces, whose users this process maps; return the exit code."""
+    """Run the program in new namespaces, whose user ids this process maps; return its exit code."""
     parent, unshared, mapped = os.getpid(), os.pipe(), os.pipe()
     member = os.fork()
     if member == 0:

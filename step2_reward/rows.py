@@ -112,7 +112,7 @@ def get_responses(example: Example, labels: Labels) -> list[Turns]:
 
 
 def get_target(example: Example, labels: Labels) -> float:
-    """Return the target: a class index, a number, or the margin of a pair."""
+    """Return the target: a class index, the standardized label, or the margin of a pair."""
     if labels.kind == "classes":
         return float(labels.class_index(example))
     if labels.kind == "scalar":

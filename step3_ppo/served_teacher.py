@@ -86,7 +86,7 @@ class ServedTeacher:
             reply = self._tokenize.post(body)["tokens"]
         except (EndpointError, KeyError, TypeError):
             logger.warning(
-                "the teacher's server has no /tokenize; assuming that it has the actor's tokenizer"
+                "the teacher's server has no /tokenize; assuming the same tokenizer as the actor's"
             )
             return
         if reply != ids:

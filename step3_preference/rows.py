@@ -129,7 +129,7 @@ def _prompt_length(example: Example, chat: ChatFormat) -> int:
 def _encode_response(
     example: Example, response: Sequence[Message], chat: ChatFormat, start: int
 ) -> Encoded:
-    """Encode the dialogue, with a loss only on the response."""
+    """Encode the dialogue; tokens before index `start` are not trained on."""
     encoded = chat.encode(example.prompt, response, origin=example.origin)
     trained = [flag and index >= start for index, flag in enumerate(encoded.trained)]
     return replace(encoded, trained=trained)

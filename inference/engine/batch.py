@@ -235,7 +235,7 @@ class OpenBatch:
     ) -> Iterator[Event]:
         """Append the chosen token to the response, and yield the events."""
         if ticket.ended:
-            return  # a padded batch keeps the rows of ended requests
+            return  # a padded batch keeps the rows of finished requests
         if isinstance(choice, Exception):
             if self._is_tensor_parallel:
                 raise choice

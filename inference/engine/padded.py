@@ -34,7 +34,7 @@ class PaddedRows:
     occupants = running
 
     def free(self, tickets: Sequence[Ticket]) -> None:
-        """Do nothing: rows of ended requests leave the batch in `step`."""
+        """Do nothing: rows of finished requests leave the batch in `step`."""
 
     def prefill(self, waiting: Waiting, *, chunk: int, is_closed: bool) -> None:
         """If no batch is running, start one with the oldest prompts (shortest if `is_closed`)."""
@@ -51,7 +51,7 @@ class PaddedRows:
     def step(self) -> tuple[list[Ticket], Float[Tensor, "B V"]]:
         """Process the prompts or the newest tokens; return the logits of the next tokens.
 
-        Ended requests still have rows until they leave the batch; their tokens are dropped.
+        Finished requests keep their rows until they are half of the batch; their tokens are unused.
         """
         assert self._batch is not None
         logits = self._batch.forward()

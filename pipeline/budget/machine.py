@@ -66,8 +66,8 @@ def parse_machine(text: str) -> Machine:
     )
     if match is None:
         raise ConfigError(
-            f"--plan-for {text} does not describe a machine; use the form of 8xA100-80GB, 4x24GB,"
-            " 8xA100-80GB+1024GB (with host memory) or 2x8xA100-80GB (two machines)"
+            f"--plan-for {text} does not describe a machine; use a form such as 8xA100-80GB,"
+            " 4x24GB, 8xA100-80GB+1024GB (with host memory) or 2x8xA100-80GB (two machines)"
         )
     nodes, gpus, size, host = match.groups()
     count = int(gpus)

@@ -191,7 +191,7 @@ def finite(value: object) -> float | None:
 
 
 def numbers(value: object) -> list[float | None]:
-    """Return the items of a list as numbers, with None for items that aren't finite numbers."""
+    """Return a list's items, or None for those that aren't finite numbers; [] if not a list."""
     return [finite(item) for item in value] if isinstance(value, list) else []
 
 

@@ -167,7 +167,7 @@ def _turn_items(row: Row, name: str) -> list[Any] | None:
     if match["key"] not in _TURN_KEYS.union(REASONING):
         return None
     raise DataError(
-        f"{row.origin}: {name} has turns as a string that is neither JSON nor a Python literal;"
+        f"{row.origin}: {name} is a string of turns that is neither JSON nor a Python literal;"
         f" {SAVE_AS_LINES}"
     )
 

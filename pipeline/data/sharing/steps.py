@@ -259,7 +259,7 @@ class _RowSelector:
         )
 
     def hold_out(self, rows: Sequence[Example]) -> list[Example]:
-        """Return the rows of held-out prompts from paths without a test split.
+        """Return the rows whose prompts are held out; `rows` are from paths without a test split.
 
         `max_eval_rows` is ignored: it may differ between steps, and a row that one step evaluates
         must not be trained on by another.

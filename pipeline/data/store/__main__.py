@@ -126,7 +126,7 @@ def _show_document(file: TokenFile, document: int, name: str | None) -> None:
 
     tokenizer = load_tokenizer(FrozenModelConfig(path=name))
     if file.origin and read_vocabulary(tokenizer, name).hash != file.origin.tokenizer_hash:
-        raise DataError(f"{file.path} was not packed with {name}; pass its own --tokenizer")
+        raise DataError(f"{file.path} was not packed with {name}; pass the right --tokenizer")
     ids = file.tokens(document).tolist()
     text = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
     print_output(f"document {document}, {len(ids):,} tokens\n{text}\n{' '.join(map(str, ids))}")

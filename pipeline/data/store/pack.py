@@ -150,7 +150,7 @@ def _start_or_resume(directory: Path, plan: str, *, resume: bool) -> None:
             raise ConfigError(f"{directory} is from an unfinished run; add --resume, or remove it")
         if path.read_text() != plan:
             raise ConfigError(
-                f"{directory} was started with different source files, tokenizer or field; remove"
+                f"{directory} was created with different source files, tokenizer or field; remove"
                 " it to start over"
             )
         return
@@ -288,7 +288,7 @@ def _read_lines(piece: Piece) -> Iterator[bytes]:
                 while file.tell() < piece.end:
                     yield file.readline()
     except (OSError, EOFError, zlib.error) as error:
-        raise DataError(f"{piece.source} can't be read ({error}); copy it again") from error
+        raise DataError(f"{piece.source} can't be read ({error}); replace it") from error
 
 
 def _parse_text(line: bytes, piece: Piece, field: str) -> str | None:

@@ -121,7 +121,7 @@ def reduce_gradient(
 ) -> Float[Tensor, " n"]:
     """Complete a gradient by adding the other processes' gradients of the same elements.
 
-    All processes must call this. Sums are trees in rank order, bitwise identical on all processes.
+    All processes must call this. Each sums in rank order as a tree, so all get identical bits.
     """
     if group.size == 1 or role in ("replicated", "sharded"):
         return gradient

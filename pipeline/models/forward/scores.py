@@ -50,7 +50,7 @@ def class_values(classifier: PreTrainedModel, count: int) -> list[float]:
     values = getattr(classifier.config, "class_values", None)
     if not isinstance(values, list) or len(values) != count:
         raise ModelError(
-            f"the {count} classes of {classifier.config.name_or_path} have no values, so it has no"
+            f"{classifier.config.name_or_path} has no values for its {count} classes, so it has no"
             f" score; train it with reward.class_values, or add class_values, a list of {count}"
             " numbers, to its config.json"
         )

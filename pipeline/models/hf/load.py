@@ -109,7 +109,7 @@ def load_tokenizer(config: FrozenModelConfig) -> PreTrainedTokenizerBase:
 def load_causal_lm(
     config: FrozenModelConfig, *, device: torch.device, seed: int = 0, defer: bool = False
 ) -> PreTrainedModel:
-    """Load a causal language model in evaluation mode, without dropout; if frozen, quantize it.
+    """Load a causal language model in evaluation mode, without dropout; quantize it if configured.
 
     With `defer` the weights stay on the CPU, for an engine that keeps a shard of them; they are
     memory-mapped if the files have the same data type.
@@ -140,7 +140,7 @@ def load_classifier(
     defer: bool = False,
     num_labels: int | None = None,
 ) -> PreTrainedModel:
-    """Load a sequence classifier in evaluation mode, without dropout; if frozen, quantize it.
+    """Load a sequence classifier in evaluation mode, without dropout; quantize it if configured.
 
     A head that the directory lacks, or has for a different number of labels, is drawn from N(0, 1 /
     (d + 1)), where d is the hidden size (Stiennon et al. 2020, appendix B). Without `num_labels`,

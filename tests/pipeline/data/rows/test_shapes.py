@@ -351,7 +351,7 @@ def test_unused_keys_of_turns_are_reported_like_columns() -> None:
 )
 def test_unparsable_string_of_turns_raises(text: str) -> None:
     for name in ("prompt", "messages"):
-        with pytest.raises(DataError, match=f"line 17: {name} has turns as a string"):
+        with pytest.raises(DataError, match=f"line 17: {name} is a string of turns"):
             read(**{name: text, "response": "good"})
 
 
