@@ -27,8 +27,8 @@ class Rewards:
         max_failures: fraction of the responses on which a source may fail before the run stops.
 
     Raises:
-        ConfigError: a source can't be used; raised before any worker starts, except for errors of a
-            user's own code when it is loaded.
+        ConfigError: a source can't be used; raised before any worker starts, except for errors in a
+            user's code when it is loaded.
     """
 
     def __init__(

@@ -158,12 +158,11 @@ def _interpreter() -> str:
 
 
 def _find_mount_point() -> str:
-    """Return a directory that doesn't contain Python; an empty one is mounted over it."""
+    """Return a directory that doesn't contain Python; a tmpfs will be mounted over it."""
     for mount_point in _MOUNT_POINTS:
         if Path(mount_point).is_dir() and not sys.base_prefix.startswith(f"{mount_point}/"):
             return mount_point
-    names = " or ".join(_MOUNT_POINTS)
-    raise SandboxError(f"the sandbox needs one of {names} to exist and not contain Python")
+    raise SandboxError(f"one of {', '.join(_MOUNT_POINTS)} must exist and not contain Python")
 
 
 def _temporary_directory() -> "tempfile.TemporaryDirectory[str]":

@@ -292,7 +292,7 @@ def expand_nodelist(text: str) -> list[str]:
     """
     if not re.fullmatch(f"{NODE_PATTERN}(,{NODE_PATTERN})*", text):
         raise ConfigError(
-            f"SLURM_JOB_NODELIST {text!r} has no hosts; run this inside sbatch or salloc"
+            f"SLURM_JOB_NODELIST {text!r} is not a list of hosts; run this inside sbatch or salloc"
         )
     names: list[str] = []
     for part in re.finditer(NODE_PATTERN, text):

@@ -304,7 +304,7 @@ class Resolver:
         in_file = any("max_steps" in file.settings for file in self._file_layers(stage))
         if "epochs" in settings and ("epochs" in self.command_line.typed or not in_file):
             settings["max_steps"] = None
-        # Models that an earlier step starts from come from that step.
+        # A model option applies to the first step that has it; later steps use that step's model.
         named = {"actor": request.actor_model, "reward": request.reward_model}
         earlier = (other for other in self.stages if other.number < stage.number)
         covered = {option for other in earlier for option in other.options.values()}

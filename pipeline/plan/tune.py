@@ -1,8 +1,8 @@
 """Autotune a plan: run short trials of each step with varied settings, and keep the fastest.
 
 The micro-batch is doubled, or else halved, while that is faster; then gradient checkpointing is
-switched on or off, and each other ZeRO stage is tried. Settings given by the user are kept. A trial
-is a real run of a step for a few optimizer steps.
+switched on or off, and the other ZeRO stages are tried. Settings given by the user are kept. A
+trial is a real run of a step for a few optimizer steps.
 
 OUT/autotune/trials.jsonl     a line for each trial
 OUT/autotune/logs/            the output of the trials
@@ -137,7 +137,7 @@ class _StepTuner:
         return best, best_speed
 
     def _alternatives(self) -> Iterator[Settings]:
-        """Yield settings that toggle gradient checkpointing, or use each other ZeRO stage."""
+        """Yield settings that toggle gradient checkpointing, or use a different ZeRO stage."""
         (model, *_) = trained_models(self._config).values()
         options: list[Settings] = [{"gradient_checkpointing": not model.gradient_checkpointing}]
         if self._config.workload(self.plan.machine.world).shards > 1:

@@ -31,7 +31,7 @@ def write_report(out: Path) -> Path:
 
 
 def render(results: Results, out: Path) -> str:
-    """Render the report of the output directory `out`."""
+    """Return the HTML report of the output directory `out`."""
     compared = compare_methods(results)
     answers = [name for sample in results.samples for name in sample["answers"]]
     models = list(dict.fromkeys((*pass_rates(results), *answers)))
