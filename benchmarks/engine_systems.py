@@ -1,6 +1,6 @@
 """The systems that `benchmarks.engine` compares, each as a function that runs one training step.
 
-Each runs one micro-batch with the same loss, all-reduces the gradient, clips its norm to 1 and runs
+Each runs one micro-batch with the same loss, reduces the gradient, clips its norm to 1 and runs
 AdamW. In bf16, all have fp32 master weights and moments, except `ddp-bf16`, which updates bf16
 weights with bf16 moments: this takes less memory and time, but is numerically different.
 """
