@@ -60,7 +60,8 @@ class StateOffload:
         offloaded = {storage.data_ptr() for storage, _ in self._offloaded}
         for tensor in self._tensors(kinds):
             storage = tensor.untyped_storage()
-            if storage.nbytes() == 0 or not storage.resizable() or storage.data_ptr() in offloaded:
+            on_device = storage.device == local_device() and storage.nbytes() > 0
+            if not on_device or not storage.resizable() or storage.data_ptr() in offloaded:
                 continue
             offloaded.add(storage.data_ptr())
             allocate = pinned_empty if storage.device.type == "cuda" else torch.empty
