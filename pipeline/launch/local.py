@@ -20,8 +20,8 @@ CPU_PROCESSES = 2
 
 FORWARDED = re.compile(
     r"(NCCL|GLOO|UCX|FI|OMP|MKL|KMP|TORCH|PYTORCH|HF|TRANSFORMERS|TOKENIZERS)_\w+"
-    r"|(WANDB|TRACKIO)_\w+|PYTHON(?!PATH)\w+|CUDA_(?!VISIBLE_DEVICES)\w+"
-    r"|CUBLAS_WORKSPACE_CONFIG|(HTTPS?|NO|ALL)_PROXY|(https?|no|all)_proxy|RLHF_(PLANNED|THREADS)"
+    r"|(WANDB|TRACKIO)_\w+|PYTHON(?!PATH)\w+|CUDA_(?!VISIBLE_DEVICES)\w+|CUBLAS_WORKSPACE_CONFIG"
+    r"|(HTTPS?|NO|ALL)_PROXY|(https?|no|all)_proxy|RLHF_(PLANNED|THREADS|PIPELINE_KERNELS)"
 )
 """Environment variables passed to other machines, except devices and paths."""
 

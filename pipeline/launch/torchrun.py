@@ -15,6 +15,7 @@ import socket
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from ipaddress import ip_address
 
 import psutil
 
@@ -28,6 +29,9 @@ GRACE_SECONDS = 600
 
 ANY_PORT = 9
 """Port for route look-ups: connecting a datagram socket sends nothing."""
+
+OTHER_NETWORK = "192.0.2.1"
+"""An address that no machine has (RFC 5737), to find the address that other machines see."""
 
 
 def main(argv: list[str]) -> int:
@@ -97,13 +101,16 @@ def _kill_children() -> None:
 def use_route_to_first_node(options: argparse.Namespace) -> None:
     """Register this machine under its address on the route to the first machine.
 
-    By default gloo resolves the machine's hostname, which often gives 127.0.0.1.
+    By default gloo resolves the machine's hostname, which often gives 127.0.0.1. On the first
+    machine its own name may do so too, as in Debian's /etc/hosts: it then uses its default route.
     """
     host = options.rdzv_endpoint.rpartition(":")[0].strip("[]") or options.rdzv_endpoint
     first = host or ("" if options.standalone else options.master_addr)
     address = own_address(first) if first else None
     if address is None:
         return
+    if options.nnodes not in ("1", "1:1") and ip_address(address.partition("%")[0]).is_loopback:
+        address = own_address(OTHER_NETWORK) or address
     if options.local_addr is None:
         options.local_addr = address
     for name, addresses in psutil.net_if_addrs().items():

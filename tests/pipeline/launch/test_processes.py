@@ -100,12 +100,18 @@ time.sleep(60)
     assert (tmp_path / "saved1").exists()
 
 
-@pytest.mark.skipif(own_address("::1") is None, reason="this machine has no IPv6")
-def test_first_machine_may_have_an_ipv6_address(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("first", "nnodes", "other"), [("[::1]", "1", "::1"), ("localhost", "1:2", "192.0.2.1")]
+)
+def test_machine_registers_an_address_that_others_reach(
+    monkeypatch: pytest.MonkeyPatch, first: str, nnodes: str, other: str
+) -> None:
+    if (address := own_address(other)) is None:
+        pytest.skip("this machine has no IPv6, or no default route")
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    options = Namespace(rdzv_endpoint="", standalone=False, master_addr="::1", local_addr=None)
+    options = Namespace(rdzv_endpoint=f"{first}:29400", local_addr=None, nnodes=nnodes)
     use_route_to_first_node(options)
-    assert options.local_addr == "::1"
+    assert options.local_addr == address
 
 
 @contextmanager
