@@ -72,11 +72,16 @@ def exit_code(error: BaseException) -> int:
     return EXIT_OUT_OF_MEMORY if is_out_of_memory(error) else EXIT_FAILED
 
 
+MEMORY_ERRORS = ("can't allocate memory", "out of memory", "STATUS_ALLOC_FAILED")
+"""Parts of the messages of PyTorch's CPU allocator, of CUDA and NCCL, and of cuBLAS and cuDNN."""
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether the device or the machine is out of memory."""
     type_name = type(error).__name__  # avoids importing torch
-    is_torch_error = isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
-    return isinstance(error, MemoryError) or type_name == "OutOfMemoryError" or is_torch_error
+    message = str(error) if isinstance(error, RuntimeError) else ""
+    is_library_error = any(part in message for part in MEMORY_ERRORS)
+    return isinstance(error, MemoryError) or type_name == "OutOfMemoryError" or is_library_error
 
 
 def is_disk_full(error: BaseException) -> bool:

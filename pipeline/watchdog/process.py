@@ -40,6 +40,7 @@ from pipeline.system.errors import (
     JobFailed,
     UserError,
     exit_code,
+    is_out_of_memory,
 )
 from pipeline.system.position import POSITION, DesyncError
 
@@ -478,6 +479,8 @@ def _is_alive(process: psutil.Process) -> bool:
 
 def _is_collective_error(error: Exception) -> bool:
     """Return whether the error may be caused by a failure of another process."""
+    if is_out_of_memory(error):  # while NCCL allocated its buffers, for example
+        return False
     if isinstance(error, DesyncError | dist.DistError):
         return True
     return isinstance(error, RuntimeError) and COLLECTIVE_ERROR.search(str(error)) is not None

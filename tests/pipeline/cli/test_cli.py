@@ -89,6 +89,8 @@ SHORTAGES = {
     MemoryError("cannot allocate 7 GiB"): EXIT_OUT_OF_MEMORY,
     torch.OutOfMemoryError("CUDA out of memory"): EXIT_OUT_OF_MEMORY,
     RuntimeError("DefaultCPUAllocator: can't allocate memory"): EXIT_OUT_OF_MEMORY,
+    torch.AcceleratorError("CUDA error: out of memory"): EXIT_OUT_OF_MEMORY,
+    RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED"): EXIT_OUT_OF_MEMORY,
     OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "out/config.json"): EXIT_DISK_FULL,
     SafetensorError("I/O error: No space left on device (os error 28)"): EXIT_DISK_FULL,
 }

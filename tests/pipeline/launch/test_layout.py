@@ -129,8 +129,9 @@ def test_gpus_are_those_of_the_driver_or_visible_before_an_invalid_entry(
 
 
 def test_only_variables_of_libraries_are_forwarded() -> None:
-    forwarded = "NCCL_DEBUG HF_TOKEN PYTHONUNBUFFERED https_proxy RLHF_PIPELINE_KERNELS".split()
-    others = "PATH PYTHONPATH CUDA_VISIBLE_DEVICES AWS_SECRET_ACCESS_KEY MY_NCCL_DEBUG".split()
+    forwarded = ["NCCL_DEBUG", "OMP_NUM_THREADS", "HF_TOKEN", "PYTHONUNBUFFERED", "https_proxy"]
+    forwarded += ["RLHF_PIPELINE_KERNELS"]
+    others = ["PATH", "PYTHONPATH", "CUDA_VISIBLE_DEVICES", "AWS_SECRET_ACCESS_KEY", "XNCCL_DEBUG"]
 
     assert [*forwarded_variables(dict.fromkeys([*forwarded, *others], "x"))] == forwarded
 

@@ -9,6 +9,7 @@ import time
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from pipeline.engine.engine import Engine
 from pipeline.parallel.mesh import current_mesh
@@ -48,22 +49,29 @@ def test_error_of_one_rank_is_shown_and_reported_by_the_others() -> None:
     assert job.errors.count("Traceback") == 1
 
 
-def raise_data_error(ranks: tuple[int, ...]) -> None:
+def raise_on_rank_1(error: type[Exception], message: str) -> None:
     current_mesh().world.sum(rank())
-    if rank() in ranks:
-        raise DataError("rows.jsonl line 3 has no prompt")
+    if rank() == 1:
+        raise error(message)
     current_mesh().world.barrier()
 
 
 @pytest.mark.jobs
 def test_data_error_of_one_rank_is_shown_and_exits_with_2() -> None:
-    job = run_job(raise_data_error, (1,))
+    job = run_job(raise_on_rank_1, DataError, "rows.jsonl line 3 has no prompt")
 
     assert job.codes == [2, 2]
     assert sorted(errors(job)) == [
         "error: rows.jsonl line 3 has no prompt",
         "rank 0 stopped because rank 1 failed: DataError: rows.jsonl line 3 has no prompt",
     ]
+
+
+@pytest.mark.jobs
+def test_lack_of_memory_for_nccl_exits_with_79() -> None:
+    job = run_job(raise_on_rank_1, dist.DistBackendError, "NCCL: Cuda failure 2 'out of memory'")
+
+    assert job.codes == [79, 79]
 
 
 def kill_rank_1() -> None:
