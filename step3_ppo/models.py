@@ -35,8 +35,9 @@ from pipeline.models.forward.forward import (
 )
 from pipeline.models.forward.scores import require_score, response_scores
 from pipeline.models.hf.chat import decode_response, load_chat, require_same_chat, same_chat_format
-from pipeline.models.hf.export import set_stop_tokens
+from pipeline.models.hf.export import set_stop_tokens, unties_layers
 from pipeline.models.hf.load import add_tokens, load_causal_lm, load_classifier, load_tokenizer
+from pipeline.models.hf.meta import load_on_meta
 from pipeline.models.parallel.stages import StageModule
 from pipeline.models.passes import (
     ForwardPasses,
@@ -448,6 +449,10 @@ def serve_rollouts(config: PPOConfig, groups: RolloutGroups) -> None:
     chat = load_chat(config.actor, config.data)
     actor = load_causal_lm(config.actor, device=local_device(), seed=config.seed)
     add_tokens(actor, chat.tokenizer, seed=config.seed)
+    adapted = load_on_meta(config.actor, task="causal", device=local_device())
+    if unties_layers(actor, [name for name, _ in adapted.named_parameters() if ".lora_" in name]):
+        head = cast("nn.Linear", actor.get_output_embeddings())
+        head.weight = nn.Parameter(head.weight.detach().clone())  # merged weights are not tied
     if config.actor.fp32_head:
         set_fp32_logits(actor)
     serve_requests(actor, groups, group_size=config.group_size, **sampling_options(chat, config))

@@ -1,5 +1,6 @@
 """Rollouts that separate processes sample one iteration ahead."""
 
+import json
 import os
 import shutil
 import signal
@@ -33,7 +34,6 @@ from step3_ppo.update import update_policy
 from tests.distributed import run_ranks
 from tests.jobs import run_job
 from tests.step3_ppo.test_every_method import load_actor
-from tests.step3_ppo.test_reward_sources import read_metrics
 from tests.step3_ppo.toy import save_models, toy_config
 
 GRPO = {
@@ -55,9 +55,13 @@ def make_config(directory: Path, **changes: Any) -> PPOConfig:
 
 
 def run(config: PPOConfig) -> None:
-    generating = config.rollout_processes
-    with split_mesh(replicas=1, generating=generating, timeout_seconds=60.0):
+    with split_mesh(replicas=1, generating=config.rollout_processes, timeout_seconds=60.0):
         train(config)
+
+
+def read_iterations(out: Path) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if "score" in line]
 
 
 def train_by_hand(config: PPOConfig) -> dict[str, Tensor]:
@@ -74,8 +78,7 @@ def train_by_hand(config: PPOConfig) -> dict[str, Tensor]:
         rollout = compute_advantages(experience, rewards.reward, config, kl_coef=config.kl_coef)
         weights = (experience.logprobs - experience.sampled_logprobs).exp().clamp(max=2.0)
         assert rollout.correction is not None
-        expected = weights[experience.mask]
-        torch.testing.assert_close(rollout.correction[experience.mask], expected)
+        torch.testing.assert_close(rollout.correction[experience.mask], weights[experience.mask])
         update_policy(models, rollout, config, step=step, forward=experience.forward)
         batch, responses = following, ahead
     return {name: param.detach() for name, param in models.policy.named_parameters()}
@@ -91,7 +94,7 @@ def test_each_rollout_is_sampled_before_the_previous_update(tmp_path: Path) -> N
     (expected,) = run_ranks(train_by_hand, config, world_size=1)
     actual = load_actor(config.output_dir)
     assert all(torch.equal(actual[name], weight) for name, weight in expected.items())
-    lines = read_metrics(config.output_dir)
+    lines = read_iterations(config.output_dir)
     assert [line["staleness"] for line in lines] == [0, 1, 1]
     assert [line["seconds_weight_sync"] > 0 for line in lines] == [True, True, False]
     assert lines[0]["weights_hash"] == lines[1]["weights_hash"] != lines[2]["weights_hash"]
@@ -99,9 +102,9 @@ def test_each_rollout_is_sampled_before_the_previous_update(tmp_path: Path) -> N
 
 @pytest.mark.jobs
 def test_resumed_run_matches_uninterrupted_one_bitwise(tmp_path: Path) -> None:
-    save_models(tmp_path)
+    save_models(tmp_path, tie_word_embeddings=True)
     full, resumed = tmp_path / "full", tmp_path / "resumed"
-    actor = {"zero_stage": 3, "lora": LoraConfig(rank=2, lr=0.01)}
+    actor = {"zero_stage": 3, "lora": LoraConfig(rank=2, lr=0.01, targets=("lm_head", "q_proj"))}
     config = make_config(tmp_path, **GRPO, actor=actor)
     run_ranks(run, replace(config, output_dir=full), world_size=3)
     shutil.copytree(full, resumed)
@@ -112,12 +115,12 @@ def test_resumed_run_matches_uninterrupted_one_bitwise(tmp_path: Path) -> None:
 
     expected, actual = load_actor(full), load_actor(resumed)
     assert all(torch.equal(actual[name], weight) for name, weight in expected.items())
-    last, resumed_last = read_metrics(full)[-1], read_metrics(resumed)[-1]
+    last, resumed_last = read_iterations(full)[-1], read_iterations(resumed)[-1]
     for name in ("score", "rollout_gap", "weights_hash", "staleness", "correction"):
         assert resumed_last[name] == last[name]
     two = replace(config, output_dir=tmp_path / "two", rollout_processes=2)
     run_ranks(run, two, world_size=4)
-    assert read_metrics(two.output_dir)[-1]["score"] == pytest.approx(last["score"], rel=1e-3)
+    assert read_iterations(two.output_dir)[-1]["score"] == pytest.approx(last["score"], rel=1e-3)
 
 
 def train_with_fault(config: PPOConfig, fault: str) -> None:
