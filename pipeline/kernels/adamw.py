@@ -386,10 +386,13 @@ def cuda_macros(formats: Formats) -> dict[str, str | int]:
 
 
 class ShardTable:
-    """Shards of one format with their addresses in GPU memory; valid until a tensor moves."""
+    """Addresses, in GPU memory, of shards of one format; valid until a tensor moves.
+
+    It doesn't keep the tensors alive: gradients are freed between steps.
+    """
 
     def __init__(self, shards: Sequence[Shard], gpu: Gpu) -> None:
-        self.shards, self.gpu = tuple(shards), gpu
+        self.gpu = gpu
         self.formats = Formats.from_weights(shards[0].weights)
         counts = [-(-len(shard.gradient) // BLOCK_ELEMENTS) for shard in shards]
         self.num_blocks = sum(counts)

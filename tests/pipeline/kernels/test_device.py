@@ -36,8 +36,8 @@ def test_kernel_matches_its_definition_and_is_deterministic(name: str, kind: str
 def test_cuda_graph_reads_new_scalars(gpu: Gpu) -> None:
     shards, expected = (make_shards(Case(), (1000,), device=device) for device in (gpu.device, CPU))
     table, scalars = ShardTable(shards, gpu), step_scalars(STEP, gpu.device)
-    warmup = ShardTable([clone(shard) for shard in shards], gpu)
-    warmup.step(scalars, STEP)  # compiles and loads the kernel before the capture
+    copies = [clone(shard) for shard in shards]
+    ShardTable(copies, gpu).step(scalars, STEP)  # compiles and loads the kernel before the capture
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         table.step(scalars, STEP)
