@@ -242,7 +242,7 @@ class FlatGradients:
         self.finish_reduction()
         if self._buffer is not None and not self._in_place:
             self.pool.release(self._buffer)
-        self._buffer = None
+        self._buffer, self._views = None, {}
         self.sum.clear()
 
 
