@@ -85,7 +85,7 @@ def build_model(
         dtype=torch.float32,
     )
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)
         return LlamaForCausalLM(config)
 
 

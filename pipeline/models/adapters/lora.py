@@ -58,7 +58,7 @@ def add_lora(model: PreTrainedModel, config: LoraConfig, *, task: Task, seed: in
         task_type=TaskType.SEQ_CLS if task == "classifier" else TaskType.CAUSAL_LM,
     )
     with torch.random.fork_rng(devices=[]), suppress_peft_warnings():
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed would also seed GPUs
         try:
             peft_model = get_peft_model(model, peft_config)
         except ValueError as error:

@@ -122,7 +122,7 @@ def small_copy(model_class: type[PreTrainedModel], settings: PreTrainedConfig) -
     uniform, and outputs would hardly depend on what a token attends to.
     """
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)  # torch.manual_seed would also seed GPUs
         model: PreTrainedModel = model_class._from_config(  # noqa: SLF001
             copy.deepcopy(settings), dtype=torch.float32
         )

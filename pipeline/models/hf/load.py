@@ -229,7 +229,8 @@ def add_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, se
     New rows are drawn from `seed`, so they are the same on all processes and in all copies.
     """
     if tokens_without_rows(model, tokenizer):
-        with torch.random.fork_rng():
+        devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+        with torch.random.fork_rng(devices):  # by default, it would initialize all GPUs
             torch.manual_seed(seed)
             model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
 

@@ -12,11 +12,13 @@ from pipeline.config import LoraConfig, OptimConfig, TrainedModelConfig
 from pipeline.data.batches import collate
 from pipeline.demo.model import build_tokenizer
 from pipeline.engine.engine import Engine
+from pipeline.models.adapters.lora import add_lora
 from pipeline.models.forward.forward import Policy, Scorer
+from pipeline.models.forward.packing import small_copy
 from pipeline.models.hf.export import export
 from pipeline.models.trained import prepare_causal_lm, prepare_classifier
 from pipeline.system.errors import ConfigError
-from tests.families import random_rows
+from tests.families import random_rows, tiny_causal_lm
 from tests.pipeline.models.adapters.quantized_models import save_base
 
 CPU = torch.device("cpu")
@@ -83,6 +85,16 @@ def test_tokens_without_embeddings_are_named(tmp_path: Path) -> None:
 
     with pytest.raises(ConfigError, match=r"has no embeddings for '<extra pad>' of the tokenizer"):
         prepare_causal_lm(config, tokenizer, device=CPU, seed=0)
+
+
+def test_new_adapters_do_not_reseed_the_dropout_of_gpus() -> None:
+    model, seeds = tiny_causal_lm("llama"), torch.cuda._lazy_seed_tracker
+    before = [*seeds.get_calls()]  # PyTorch keeps them until it initializes CUDA
+
+    small_copy(type(model), model.config)
+    add_lora(model, LORA, task="causal", seed=5)
+
+    assert seeds.get_calls() == before
 
 
 @torch.no_grad()
