@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
-import psutil
 import torch
 from torch import nn
 from transformers import PreTrainedModel
@@ -24,6 +23,7 @@ from pipeline.models.forward.forward import base_model, context_length
 from pipeline.parallel import launched
 from pipeline.parallel.group import Group
 from pipeline.system.errors import ConfigError, DataError
+from pipeline.system.memory import available_bytes
 
 KeyedPrompt = tuple[tuple[int, ...], int]
 """Token ids of a prompt, and the key that selects its samples."""
@@ -259,7 +259,7 @@ def free_bytes(device: torch.device) -> int:
     half of this process's share of it, leaving the rest for activations and the system.
     """
     if device.type != "cuda":
-        return psutil.virtual_memory().available // (2 * launched.local_world_size())
+        return available_bytes() // (2 * launched.local_world_size())
     free, _ = torch.cuda.mem_get_info(device)
     cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return (free + cached) * 9 // 10

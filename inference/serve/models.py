@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
-import psutil
 import torch
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -34,6 +33,7 @@ from pipeline.models.hf.meta import load_on_meta
 from pipeline.parallel.device import local_device
 from pipeline.report.results import StepResult, find_chat_model, read_results
 from pipeline.system.errors import ConfigError, DataError, ModelError, UserError, require
+from pipeline.system.memory import available_bytes
 
 MAX_LOGITS = 2**26
 """Maximum number of logits per pass over a prompt: 256 MiB in fp32, and as much again for their
@@ -360,7 +360,7 @@ def plan_memory(
     total = sum(map(_num_bytes, models.values()))
     if reward is not None:
         total += _num_bytes(_load_on_meta(reward, config, device, task="classifier"))
-    free = psutil.virtual_memory().available
+    free = available_bytes()
     if device.type == "cuda":
         free = torch.cuda.mem_get_info(device)[0]
     if total > free:
