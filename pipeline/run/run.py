@@ -25,8 +25,8 @@ from pipeline.run.trackers import TrackedRun, Trackers, open_trackers
 from pipeline.settings.fields import flatten, non_default_values, to_plain
 from pipeline.system.errors import ConfigError
 from pipeline.system.logs import Progress
+from pipeline.system.memory import memory_bytes
 from pipeline.system.signals import ExitOnSignal
-from pipeline.system.torch_process import memory_bytes
 
 logger = logging.getLogger(__name__)
 

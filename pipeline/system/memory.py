@@ -1,5 +1,6 @@
-"""Available host memory, within container limits."""
+"""Available host memory, within container limits, and the peak memory of this process."""
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,6 +18,17 @@ def available_bytes(groups: Sequence[Path] | None = None) -> int:
     in_groups = map(_available_in, control_groups() if groups is None else groups)
     limits = (available for available in in_groups if available is not None)
     return min([psutil.virtual_memory().available, *limits])
+
+
+def memory_bytes() -> int:
+    """Return this process's peak memory in bytes; with a GPU, the peak of its tensors there."""
+    import torch  # planning needs only the other functions
+
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    status = Path("/proc/self/status")  # ru_maxrss includes the parent's memory
+    peak = re.search(r"VmHWM:\s*(\d+) kB", status.read_text()) if status.exists() else None
+    return 1024 * int(peak[1]) if peak else psutil.Process().memory_info().rss  # not Linux
 
 
 def count_memory_kills() -> int:

@@ -1,15 +1,12 @@
-"""Process-wide PyTorch settings (allocator, rounding, random state), and peak memory."""
+"""Process-wide PyTorch settings: allocator, rounding, random state."""
 
 import json
 import os
 import random
-import re
 from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
-from pathlib import Path
 
 import numpy as np
-import psutil
 import torch
 from torch import Tensor
 
@@ -59,15 +56,6 @@ def gpu_numerics(*, tf32: bool, deterministic: bool) -> Iterator[None]:
         torch.backends.cuda.matmul.allow_tf32 = previous
         if is_deterministic:
             torch.use_deterministic_algorithms(mode=False)
-
-
-def memory_bytes() -> int:
-    """Return this process's peak memory in bytes; with a GPU, the peak of its tensors there."""
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated()
-    status = Path("/proc/self/status")  # ru_maxrss includes the parent's memory
-    peak = re.search(r"VmHWM:\s*(\d+) kB", status.read_text()) if status.exists() else None
-    return 1024 * int(peak[1]) if peak else psutil.Process().memory_info().rss  # not Linux
 
 
 def seed_generators(seed: int) -> None:

@@ -13,9 +13,9 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from pipeline.models.forward.attention import run_reproducibly
+from pipeline.system.memory import memory_bytes
 from pipeline.system.torch_process import (
     gpu_numerics,
-    memory_bytes,
     random_state,
     seed_generators,
     set_random_state,
