@@ -173,6 +173,13 @@ def _read_pair(row: Row, answer: str, question: str = "prompt") -> Example:
     return replace(example, teacher=teacher) if is_parsed else example
 
 
+def _read_question(row: Row) -> Example:
+    """Read a question and its answer, which may be a number, as in files of math problems."""
+    if type(answer := row.columns["answer"]) in (int, float):
+        row = replace(row, columns={**row.columns, "answer": str(answer)})
+    return _read_pair(row, answer="answer", question="question")
+
+
 SCHEMA = 1
 UNDO = "undo"
 
@@ -277,7 +284,7 @@ SHAPES = (
     RowShape(("prompt", "chosen"), partial(_read_pair, answer="chosen")),
     RowShape(("prompt", "response"), partial(_read_pair, answer="response")),
     RowShape(("prompt", "completion"), partial(_read_pair, answer="completion")),
-    RowShape(("question", "answer"), partial(_read_pair, answer="answer", question="question")),
+    RowShape(("question", "answer"), _read_question),
     RowShape(("prompt",), lambda row: _make_example(read_prompt(row), ())),
     RowShape(
         ("text",), lambda row: Example((), (Message("assistant", read_text(row, "text")),)), ()

@@ -467,19 +467,19 @@ def test_unusable_row_is_omitted_and_counted(row: dict[str, Any], reason: str) -
     assert (reason in actual_reason, count) == (True, 1)
 
 
-def test_margins_and_empty_turns_are_read() -> None:
+def test_margins_empty_turns_and_numeric_answers_are_read() -> None:
     from_scores = read(prompt="Q", chosen="a", rejected="b", score_chosen=3.5, score_rejected=1.0)
     from_margin = read(prompt="Q", chosen="a", rejected="b", score_chosen=3.5, margin=9.0)
     messages = turns(("user", "Q"), ("assistant", ""), ("user", "R"), ("assistant", "a"))
     empty = read(messages=messages)
-    history = read(instruction="R", output="a", history=[["Q", ""]])  # as in LLaMA-Factory
 
     assert from_scores is not None
     assert from_margin is not None
     assert (from_scores.margin, from_margin.margin) == (2.5, 9.0)
     assert empty is not None
     assert [turn.trained for turn in empty.prompt if turn.role == "assistant"] == [False]
-    assert history == empty
+    assert read(instruction="R", output="a", history=[["Q", ""]]) == empty  # as in LLaMA-Factory
+    assert read(question="Q", answer=7) == read(question="Q", answer="7")
 
 
 def test_pair_prompt_ends_with_the_last_shared_user_turn() -> None:
