@@ -105,6 +105,9 @@ def one_line(error: Exception) -> str:
 def suggestion(name: str, known: Iterable[str]) -> str:
     """Return the end of a message about an unknown name: a similar name, or all known names."""
     by_lower = {known_name.lower(): known_name for known_name in known}
+    names = name.replace(",", " ").lower().split()
+    if len(names) > 1 and by_lower.keys() >= set(names):
+        return f"pass separate values: {' '.join(by_lower[part] for part in names)}"
     matches = difflib.get_close_matches(name.lower(), by_lower, n=1)
     if matches:
         return f"did you mean {by_lower[matches[0]]}?"

@@ -61,6 +61,7 @@ def test_settings_of_a_method_override_common_ones_of_the_same_layer(tmp_path: P
 
 ERRORS = {
     "--method ppo gpro": "--method gpro: no such method; did you mean gspo?",
+    "--method dpo,rloo": "--method dpo,rloo: no such method; pass separate values: dpo rloo",
     "--method ppo ppo": "--method lists ppo twice",
     "--method ppo grpo --methods.rloo.clip 0.1": (
         "--methods.rloo.clip is for a method that does not run; add rloo to --method"
