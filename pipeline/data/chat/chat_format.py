@@ -503,7 +503,7 @@ class ChatFormat:
     def encode_observation(self, before: Messages, observation: Messages) -> list[int]:
         """Return the token ids of the turns that follow an answer, with the next generation prompt.
 
-        The ids are to be appended to the sampled ids of the answer. They encode the text between
+        Append the ids to the sampled ids of the answer. They encode the text between
         turns and the observation, as the template renders them after any answer. `before` is the
         dialogue up to and including the answer; the answers' texts don't affect the result.
 

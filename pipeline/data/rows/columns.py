@@ -39,7 +39,7 @@ EMPTY_RESPONSE = "with an empty response"
 
 
 class SkipRow(Exception):  # noqa: N818 - not an error: the row is skipped and counted
-    """Raised if a row is to be skipped and counted; the message completes "rows ..."."""
+    """Raised to skip and count a row; the message completes "rows ..."."""
 
 
 # The format of hh-rlhf: "\n\nHuman: ...\n\nAssistant: ...".
